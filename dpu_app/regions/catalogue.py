@@ -16,6 +16,7 @@ from common.status import BlockState
 from common.wire import StatId
 from doca_shims.api import Clock, FlashCaps, FlashOp
 from dpu_app.regions.flash_queue import FlashJob, FlashQueue, Priority
+from dpu_app.regions.index import USED
 from dpu_app.regions.recovery import OpenRegion
 from dpu_app.regions.slot_table import encode_page
 from dpu_app.regions.stats import Stats
@@ -65,7 +66,7 @@ class Catalogue:
         self.pins: dict[int, int] = {}
         """slot -> monotonic expiry in ns."""
         self.table = TableWriter(self.geometry, window, queue, stats, self._encode_page)
-        self._salt = region.superblock.uuid
+        self._salt = region.superblock.salt
         self._window = window
         self._queue = queue
         self._discard = caps.discard
@@ -138,7 +139,7 @@ class Catalogue:
             self._has_ttl = True
             expires_s = min(now_s + ttl_s, 0xFFFFFFFF)
         self.index.insert(slot, key_lo, key_hi, namespace, length, checksum, self.generation, now_s, expires_s)
-        self.policy.on_insert(slot, fingerprint(key_lo, namespace))
+        self.policy.on_insert(slot, self.index.fingerprint(key_lo, key_hi, namespace))
         record = Unflushed(slot, frame)
         self.unflushed[slot] = record
         return record
@@ -297,12 +298,7 @@ class Catalogue:
         if self._has_ttl:
             stop = min(self._sweep_at + SWEEP_SLOTS, self.geometry.slots)
             window = np.arange(self._sweep_at, stop)
-            for slot in self._expired_of(window[self.index.used_mask(self._sweep_at, stop)]).tolist():
+            for slot in self._expired_of(window[self.index.flags[self._sweep_at : stop] == USED]).tolist():
                 self._expire(slot)
             self._sweep_at = 0 if stop == self.geometry.slots else stop
         self.start_discards(everything=True)
-
-
-def fingerprint(key_lo: int, namespace: int) -> int:
-    """32 bits of a block's identity, for ghost lists and admission filters. Keys are hashes already."""
-    return ((key_lo >> 32) ^ key_lo ^ (namespace * 0x9E3779B1)) & 0xFFFFFFFF

@@ -6,6 +6,8 @@ fabric to say. Used by the store path (sources) and the load path (destinations)
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import numpy.typing as npt
 
@@ -61,7 +63,7 @@ def overlapping(pieces: list[list[Piece]], candidates: list[int]) -> set[int]:
         return set()
     starts = np.fromiter((span[0] for span in spans), np.float64, len(spans))
     ordered = [spans[i] for i in np.argsort(starts, kind="stable").tolist()]
-    if all(a[1] <= b[0] for a, b in zip(ordered, ordered[1:])):
+    if all(a[1] <= b[0] for a, b in itertools.pairwise(ordered)):
         return set()
     bad: set[int] = set()
     end = -1

@@ -15,7 +15,7 @@ from common.wire import EntryFlags, StatId
 from doca_shims.api import FlashOp, Opcode, SendRequest, Sge
 from dpu_app.regions import memory_list
 from dpu_app.regions.batch import Batch
-from dpu_app.regions.catalogue import Unflushed, fingerprint
+from dpu_app.regions.catalogue import NS_PER_S, Unflushed
 from dpu_app.regions.context import Context
 from dpu_app.regions.flash_queue import FlashJob, Priority
 from dpu_app.regions.sessions import TRANSFER_WRS_MAX, Connection, Transfer
@@ -142,7 +142,8 @@ class StorePath:
         used = context.tenant_bytes(tenant) + self._reserved.get(tenant, 0)
         if not context.quota.admits(tenant, used, length):
             return Status.QUOTA_EXCEEDED
-        if not context.admission.admit(fingerprint(key_lo, namespace), context.clock.monotonic_ns() // 1_000_000_000):
+        fingerprint = context.catalogue.index.fingerprint(key_lo, key_hi, namespace)
+        if not context.admission.admit(fingerprint, context.clock.monotonic_ns() // NS_PER_S):
             context.stats.add(StatId.NOT_ADMITTED)
             return Status.NOT_ADMITTED
         return None
