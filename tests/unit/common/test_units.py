@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -59,10 +61,8 @@ def test_duration_survives_formatting(duration_us: int) -> None:
 @given(st.text(max_size=12))
 def test_any_text_is_read_or_refused(text: str) -> None:
     for parse in (units.parse_size, units.parse_duration):
-        try:
+        with contextlib.suppress(units.UnitError):
             assert parse(text) >= 0
-        except units.UnitError as error:
-            assert str(error)
 
 
 def test_approximate_size_is_for_eyes() -> None:
