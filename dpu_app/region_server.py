@@ -11,6 +11,7 @@ import logging
 import select
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from common.errors import DeadlineError, UserError
@@ -160,12 +161,12 @@ class RegionServer:
                 self._submit(flash)
             for connection_id, requests in fabric:
                 peer = self._peers.get(connection_id)
-                if peer is not None and self._attempt(connection_id, lambda: peer.post(requests)):  # noqa: B023
+                if peer is not None and self._attempt(connection_id, partial(peer.post, requests)):
                     posted[connection_id] = None
             for connection_id, response in responses:
                 peer = self._peers.get(connection_id)
                 if peer is not None:
-                    self._attempt(connection_id, lambda: peer.send(response))  # noqa: B023
+                    self._attempt(connection_id, partial(peer.send, response))
             for connection_id in broken:
                 self._drop(connection_id, "a transfer failed")
             for connection_id in posted:
@@ -223,7 +224,7 @@ class RegionServer:
                 self._engine.receive(connection_id, capsule)
             if capsules and not peer.lost:
                 buffers = [buffer for buffer, _ in capsules]
-                if not self._attempt(connection_id, lambda: peer.repost(buffers)):  # noqa: B023
+                if not self._attempt(connection_id, partial(peer.repost, buffers)):
                     return
             if not capsules and not work:
                 if peer.lost:

@@ -29,7 +29,8 @@ from dpu_app.regions import admission
 from dpu_app.regions.context import EngineSettings
 from dpu_app.regions.engine import RegionEngine
 from dpu_app.regions.quota import FixedQuotas
-from dpu_app.regions.recovery import OpenRegion, close_region, format_region, open_region, read_superblock
+from dpu_app.regions.recovery import OpenRegion, close_region, format_region, open_region
+from dpu_app.regions.superblock import BlankError
 from dpu_app.regions.window import Window, WindowLayout
 from dpu_app.worker_channel import ChannelClosedError, WorkerEnd, die_with_parent
 
@@ -64,7 +65,11 @@ def serve(config: WorkerConfig, channel: WorkerEnd) -> None:
             flash.caps,
             clock,
             PeerLeases(peers),
-            admission.create(settings.admission.policy, geometry.slots, settings.admission.options),
+            admission.create(
+                settings.admission.policy,
+                keys=settings.admission.keys,
+                window_s=int(settings.admission.window_s),
+            ),
             FixedQuotas(config.quotas_bytes, config.quota_default_bytes),
         )
         listener = fabric.listen(config.fabric.listen)
@@ -108,9 +113,7 @@ def serve(config: WorkerConfig, channel: WorkerEnd) -> None:
         if server.drained:
             close_region(flash, window_memory, region)
         else:
-            _LOG.warning(
-                "stopped before everything was on flash; the next start verifies", extra={"region": facts.name}
-            )
+            _LOG.warning("stopped before everything was on flash", extra={"region": facts.name})
 
 
 def _open_flash(settings: RegionSettings) -> FlashDevice:
@@ -122,9 +125,15 @@ def _open_flash(settings: RegionSettings) -> FlashDevice:
 
 def _open_region(settings: RegionSettings, flash: FlashDevice, memory: Memory) -> OpenRegion:
     """As `settings.format` says: "if-blank" formats flash that holds nothing, "force" whatever it holds."""
-    if settings.format == "force" or (settings.format == "if-blank" and read_superblock(flash, memory) is None):
-        format_region(flash, memory, settings.name, settings.slot_bytes, force=settings.format == "force")
-    region = open_region(flash, memory, settings.eviction)
+    if settings.format == "force":
+        format_region(flash, memory, settings.name, settings.slot_bytes, force=True)
+    try:
+        region = open_region(flash, memory, settings.eviction)
+    except BlankError:
+        if settings.format == "never":
+            raise
+        format_region(flash, memory, settings.name, settings.slot_bytes)
+        region = open_region(flash, memory, settings.eviction)
     found = region.superblock.geometry.slot_bytes
     if found != settings.slot_bytes:
         region.messages.append(

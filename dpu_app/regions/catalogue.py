@@ -67,6 +67,8 @@ class Catalogue:
         """slot -> monotonic expiry in ns."""
         self.table = TableWriter(self.geometry, window, queue, stats, self._encode_page)
         self._salt = region.superblock.salt
+        for page in region.dirty_pages:
+            self.table.mark_stale(page * ENTRIES_PER_PAGE)
         self._window = window
         self._queue = queue
         self._discard = caps.discard
@@ -283,7 +285,8 @@ class Catalogue:
     def _expired_of(self, slots: Slots) -> Slots:
         expires = self.index.expires_s[slots]
         now_s = self._clock.wall_ns() // NS_PER_S
-        return slots[(expires != 0) & (expires <= now_s)]
+        expired: Slots = slots[(expires != 0) & (expires <= now_s)]
+        return expired
 
     def _expire(self, slot: int) -> None:
         """An expired block is invisible at once; it stays in place while something still reads it."""

@@ -29,6 +29,7 @@ from dpu_app.regions.superblock import (
     TABLE_OFFSET,
     TABLE_PAGE_BYTES,
     UUID_BYTES,
+    BlankError,
     Geometry,
     Superblock,
     SuperblockError,
@@ -123,7 +124,7 @@ def read_superblock(flash: FlashDevice, memory: Memory) -> tuple[Superblock, lis
     messages += damage
     if superblock is None:
         if len(copies) == len(SUPERBLOCK_OFFSETS) and all(is_blank(copy) for copy in copies):
-            raise SuperblockError("this flash is blank: format it first")
+            raise BlankError("this flash is blank: format it first")
         raise SuperblockError("no valid superblock, so there is no region to open: " + "; ".join(messages))
     capacity_bytes = flash.caps.capacity_bytes
     if superblock.geometry.capacity_bytes > capacity_bytes:
