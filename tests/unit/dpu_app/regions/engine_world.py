@@ -172,7 +172,7 @@ class World:
         self.carry_out()
 
     def perform(self, requests: Sequence[SendRequest]) -> list[Completion]:
-        done = []
+        done: list[Completion] = []
         for request in requests:
             ((local, length, _),) = request.sges
             inside = self.client.address <= request.remote_address and (
@@ -221,7 +221,7 @@ class World:
         return self.answer(request_id, connection_id)
 
     def block_entries(
-        self, keys: Sequence[bytes], length: int, offset: int = 0, at: Sequence[int] | None = None, **fields: int
+        self, keys: Sequence[bytes], length: int, offset: int = 0, at: Sequence[int] | None = None, **fields: Any
     ) -> wire.Entries:
         """Entries whose memory is one stretch each of the client's buffer: number `i` at ``at[i]``, or at
         ``i * SLOT_BYTES``."""
@@ -243,7 +243,7 @@ class World:
         entries["argument"] = argument
         return entries
 
-    def store(self, keys: Sequence[bytes], length: int = SLOT_BYTES, flags: Flags = Flags.NONE, **fields: int) -> Any:
+    def store(self, keys: Sequence[bytes], length: int = SLOT_BYTES, flags: Flags = Flags.NONE, **fields: Any) -> Any:
         """Store `content(key, length)` under each key; the statuses."""
         for i, key in enumerate(keys):
             self.client.view[i * SLOT_BYTES : i * SLOT_BYTES + length] = content(key, length)

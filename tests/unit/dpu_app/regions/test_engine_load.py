@@ -204,7 +204,7 @@ def test_prefetch_to_memory_delivers_and_reports_what_was_not_in_time() -> None:
 def test_demand_goes_before_prefetch_and_promotes_it() -> None:
     keys = [key(i) for i in range(8)]
     world = cold_world(keys, frames=16)
-    world.engine._context.queue._depth = 1  # type: ignore[attr-defined]
+    world.engine._context.queue._depth = 1
     prefetch = world.submit(Op.PREFETCH, world.block_entries(keys, 0, sge_count=0))
     demand = world.submit(Op.RETRIEVE, world.block_entries(keys[7:], 0))
     world.flash_step()
