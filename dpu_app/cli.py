@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 
 from common import config, log, units
 from common.errors import EntresolError, UserError
@@ -136,7 +135,7 @@ def status(client: ControlClient, as_json: bool) -> None:
     if as_json:
         _print_json(report.status_values(answer))
     else:
-        report.print_status(Console(soft_wrap=True), answer)
+        report.print_status(report.console(), answer)
 
 
 @main.command()
@@ -248,7 +247,7 @@ def _print_regions(regions: list[control_pb2.Region], as_json: bool) -> None:
     if as_json:
         _print_json([report.region_values(region) for region in regions])
     else:
-        report.print_regions(Console(soft_wrap=True), regions)
+        report.print_regions(report.console(), regions)
 
 
 def _print_json(values: Any) -> None:

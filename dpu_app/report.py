@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -11,8 +12,14 @@ from rich.table import Table
 from common import units
 from common.proto.entresol.v1 import control_pb2
 
+PIPE_WIDTH = 240
 STATE_PREFIX = "REGION_STATE_"
 _STATE_STYLES = {"serving": "green", "draining": "yellow", "starting": "yellow", "restarting": "red", "failed": "red"}
+
+
+def console() -> Console:
+    """Standard output; into a file or pipe, lines are as long as they need to be."""
+    return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, soft_wrap=True)
 
 
 def state_name(region: control_pb2.Region) -> str:
@@ -139,5 +146,6 @@ def _table(*columns: str) -> Table:
     """A column whose name starts with ">" is right-aligned."""
     table = Table(box=None, pad_edge=False)
     for column in columns:
-        table.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left")
+        right = column.startswith(">")
+        table.add_column(column.removeprefix(">"), justify="right" if right else "left", overflow="fold")
     return table
