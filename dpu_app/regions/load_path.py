@@ -8,7 +8,7 @@ not at all is a miss that frees the slot. A load nobody waits for any more is wi
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import xxhash
@@ -27,6 +27,10 @@ from dpu_app.regions.window import FrameState, aligned_length
 
 Staged = Callable[[Batch, int, int], None]
 """Called with (batch, entry, frame) when the entry's block is whole in that frame."""
+
+
+_TO_HOST = int(Flags.TO_HOST)
+_WANT_CHECKSUM = int(EntryFlags.WANT_CHECKSUM)
 
 
 class Load:
@@ -63,13 +67,13 @@ class LoadPath:
         self._context.stats.add(StatId.PREFETCHES if prefetch else StatId.RETRIEVES, len(batch.rows))
         slots = self.find(batch)
         priority = Priority.PREFETCH if prefetch else Priority.DEMAND
-        if prefetch and not batch.capsule.flags & Flags.TO_HOST:
+        if prefetch and not batch.capsule.flags & _TO_HOST:
             self.stage(batch, slots, priority, self._staged_on_dpu)
         else:
             self._place(batch, slots)
             self.stage(batch, slots, priority, self._deliver)
 
-    def find(self, batch: Batch) -> list[int]:
+    def find(self, batch: Batch) -> Sequence[int]:
         """Slots of the batch's blocks, which count as used. Entries of foreign namespaces and absent blocks are
         answered, and have slot -1."""
         context = self._context
@@ -86,7 +90,7 @@ class LoadPath:
             context.catalogue.policy.on_hit(np.array(present))
         return slots
 
-    def stage(self, batch: Batch, slots: list[int], priority: Priority, staged: Staged) -> None:
+    def stage(self, batch: Batch, slots: Sequence[int], priority: Priority, staged: Staged) -> None:
         """See to it that the block of every open entry is in a frame, and call `staged` for each. Closes the batch
         if none is open."""
         window = self._context.window
@@ -207,7 +211,7 @@ class LoadPath:
 
     # ---------------------------------------------------------------- frame -> client memory
 
-    def _place(self, batch: Batch, slots: list[int]) -> None:
+    def _place(self, batch: Batch, slots: Sequence[int]) -> None:
         """Work out where each open entry's bytes go; answers those that do not fit or overlap others."""
         lengths = self._context.catalogue.index.length
         batch.memory = [[]] * len(batch.rows)
@@ -296,7 +300,7 @@ class LoadPath:
                 state = int(window.block_state[slot])
             if slot >= 0 and count == index.length[slot]:
                 checksum = int(index.checksum[slot])
-            elif slot < 0 or row[FLAGS] & EntryFlags.WANT_CHECKSUM:
+            elif slot < 0 or row[FLAGS] & _WANT_CHECKSUM:
                 checksum = xxhash.xxh3_64_intdigest(window.bytes_of(frame, count, row[OFFSET]))
             batch.resolve(entry, Status.OK, state, count, checksum)
         context.stats.add(StatId.RETRIEVE_BYTES, moved)
