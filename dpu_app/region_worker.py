@@ -25,7 +25,8 @@ from dpu_app.sessions import NamespaceGrant, Session
 from dpu_app.worker_channel import Message, SupervisorEnd
 
 CALL_TIMEOUT_S = 5.0
-STOP_TIMEOUT_S = 10.0
+STOP_TIMEOUT_S = 15.0
+"""A worker told to stop flushes for up to 10 s first."""
 SILENCE_MAX_S = 30.0
 """A worker that answers nothing for so long hangs, and is killed and restarted."""
 SILENCE_CHECK_S = 5.0
@@ -96,8 +97,8 @@ class WorkerHooks:
     """Those open now."""
     changed: Callable[[RegionWorker], None]
     """State or facts are others than before."""
-    session_lost: Callable[[int, str], None]
-    """(session id, reason)"""
+    connection_lost: Callable[[int, str], None]
+    """(session id, reason): an agent's connection to this worker broke."""
 
 
 class RegionWorker:
@@ -300,8 +301,8 @@ class RegionWorker:
                 self._channel.call("drain", {"timeout_s": 0.0}, CALL_TIMEOUT_S).add_done_callback(self._log_failed_call)
         elif name == "failed":
             self._failure = event
-        elif name == "session_lost":
-            self._hooks.session_lost(int(event["session_id"]), str(event.get("reason", "")))
+        elif name == "connection_lost":
+            self._hooks.connection_lost(int(event["session_id"]), str(event.get("reason", "")))
         else:
             raise ValueError(f"unknown event {name!r}")
 
