@@ -78,6 +78,7 @@ class Catalogue:
         self._pins_max = pins_max
         self._discards: list[int] = []
         self._discarding = 0
+        self._clearing = 0
         self._has_ttl = bool(self.index.expires_s.any())
         self._sweep_at = 0
 
@@ -209,10 +210,12 @@ class Catalogue:
             return
 
         def written(error: int) -> None:
+            self._clearing -= 1
             self._retire(slot)
             for waiter in waiters:
                 waiter(error)
 
+        self._clearing += 1
         self.table.mark(slot, written)
 
     def _retire(self, slot: int) -> None:
@@ -242,8 +245,10 @@ class Catalogue:
 
     @property
     def slots_in_transit(self) -> int:
-        """Slots that are neither free in the index nor hold one of its blocks, because of a discard."""
-        return len(self._discards) + self._discarding
+        """Slots that are neither free in the index nor hold one of its blocks: forgotten while they were being
+        flushed, having their entry cleared, or being discarded."""
+        abandoned = sum(record.abandoned is not None for record in self.unflushed.values())
+        return abandoned + self._clearing + len(self._discards) + self._discarding
 
     def start_discards(self, everything: bool = False) -> None:
         """Hand freed slots to the device in batches of neighbours; they are free again afterwards."""
