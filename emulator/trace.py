@@ -58,10 +58,10 @@ def parse_record(line: str, where: str) -> TraceRecord:
         raise UserError(f"{where}: field {missing[0]!r} is missing (a record has {', '.join(_FIELDS)})")
     for field in _FIELDS[:3]:
         if not _is_count(value[field]):
-            raise UserError(f"{where}: {field} must be a whole number of at least 0, not {value[field]!r:.40}")
+            raise UserError(f"{where}: {field} must be a whole number from 0 to 2**64 - 1, not {value[field]!r:.40}")
     ids = value["hash_ids"]
     if not isinstance(ids, list) or not all(_is_count(item) for item in ids):
-        raise UserError(f"{where}: hash_ids must be a list of whole numbers of at least 0")
+        raise UserError(f"{where}: hash_ids must be a list of whole numbers from 0 to 2**64 - 1")
     expected = hash_id_count(value["input_length"])
     if len(ids) != expected:
         raise UserError(
@@ -142,4 +142,4 @@ def _next_line(file: TextIO, where: str) -> str | None:
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 64
