@@ -127,6 +127,17 @@ def to_yaml(settings: Any) -> str:
     return yaml.safe_dump(to_plain(settings), sort_keys=False, allow_unicode=True)
 
 
+def plain_scalar(text: str) -> Any:
+    """What `text` means as a value in a file: a number, a truth value, else text. For `from_plain`."""
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+    if isinstance(value, int) and not isinstance(value, bool) and not _INT.fullmatch(text.strip()):
+        return text  # YAML 1.1 reads 1:30 as 90 and 010 as 8
+    return value if isinstance(value, (bool, int, float)) else text
+
+
 def _build(root: yaml.Node, cls: type[T], source: str, directory: Path | None) -> T:
     reader = _Reader(directory)
     result = reader.read(root, cls, "")
