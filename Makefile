@@ -21,7 +21,7 @@ $(RUN_STAMP): pyproject.toml
 	@touch $@
 
 $(STAMP): pyproject.toml $(RUN_STAMP)
-	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev,uring]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
 	@touch $@
 
 HAS_VENV = $(PYTHON) -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null
