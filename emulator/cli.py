@@ -6,20 +6,29 @@ Exit codes are those of `common.errors`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from common import config, units
 from common.errors import EntresolError
+from emulator.compare import compare
+from emulator.demo import DemoSettings, run_demo
+from emulator.demo_report import DemoReport, RequestOutcome, print_demo
 from emulator.pod import Pod
 from emulator.pod_report import pod_report, print_pod
 from emulator.pod_settings import FABRICS, PodSettings, default_run_dir
+from host_agent.bench import BenchSettings
+from host_agent.bench_report import print_bench
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -129,6 +138,72 @@ def status(ctx: click.Context, run_dir: Path | None, as_json: bool) -> None:
         ctx.exit(3)
 
 
+@main.command()
+@pod_options
+@click.option("--trace", type=click.Path(path_type=Path), help="Requests in the Mooncake trace format, JSON lines.")
+@click.option("--requests", type=click.IntRange(1), default=96, show_default=True, help="How many to replay.")
+@click.option("--seed", type=int, default=1, show_default=True, help="Of the generated workload.")
+@click.option("--agents", type=click.IntRange(1, 16), default=2, show_default=True, help="GPU-node processes.")
+@click.option("--tp", "tp_size", type=click.IntRange(1), default=8, show_default=True, help="Ranks that share the KV.")
+@click.option("--block-tokens", type=click.IntRange(16), default=16, show_default=True, help="Whole 16-token pages.")
+@click.option("--batch", "batch_blocks", type=click.IntRange(1), default=64, show_default=True, help="Blocks a call.")
+@click.option("--keep", is_flag=True, help="Leave the pod up, and say what to try.")
+@click.option("--json", "as_json", is_flag=True, help="For scripts.")
+@click.pass_context
+def demo(ctx: click.Context, /, config_path: Path | None, keep: bool, as_json: bool, **options: Any) -> None:
+    """The main job end to end: a pod, two GPU nodes, a multi-turn workload, every retrieved byte checked.
+
+    Blocks have the size of Llama-3-8B's in bf16: a 16-token page over all layers, on one of 8 tensor-parallel ranks.
+    """
+    replay = {name: options.pop(name) for name in ("trace", "requests", "seed", "agents", "tp_size", "block_tokens")}
+    replay["batch_blocks"] = options.pop("batch_blocks")
+    settings = DemoSettings.of(settings_from(config_path, options), **replay)
+    notes = Console(stderr=True)
+    with _ended_by_sigterm(), contextlib.ExitStack() as stack:
+        notes.print(f"starting {settings.pod.dpus} DPUs with {settings.pod.regions} region workers each ...")
+        pod = Pod.up(settings.pod, lambda text: notes.print(text))
+        if keep:
+            stack.callback(_print_what_to_try, pod, notes)
+        else:
+            stack.callback(pod.down)
+        report = _demo_with_progress(pod, settings, notes).as_dict()
+    if as_json:
+        _print_json(report)
+    else:
+        print_demo(report, Console())
+    if report["wrong_blocks"]:
+        click.echo(f"entresol-emu: {report['wrong_blocks']} blocks came back with wrong bytes", err=True)
+        ctx.exit(1)
+
+
+@main.command()
+@pod_options
+@click.option("--quick", is_flag=True, help="Small blocks and two rounds: to see that it works, not for figures.")
+@click.option("--rounds", type=click.IntRange(1), help="Figures are medians of so many.")
+@click.option("--json", "as_json", is_flag=True, help="For scripts.")
+@click.pass_context
+def bench(
+    ctx: click.Context, /, config_path: Path | None, quick: bool, rounds: int | None, as_json: bool, **options: Any
+) -> None:
+    """STORE, RETRIEVE and LOOKUP beside this machine's limits, on a pod of each fabric in turn (or of --fabric)."""
+    fabrics = (options["fabric"],) if options["fabric"] else FABRICS
+    settings = settings_from(config_path, options, dpus=1)
+    measured = BenchSettings.quick() if quick else BenchSettings()
+    if rounds:
+        measured = dataclasses.replace(measured, rounds=rounds)
+    notes = Console(stderr=True)
+    with _ended_by_sigterm(), notes.status("starting") as line:
+        results = compare(settings, measured, fabrics, line.update)
+    if as_json:
+        _print_json(results)
+    else:
+        for fabric, result in results.items():
+            print_bench(result, Console(), fabric)
+    if any(result["wrong"] for result in results.values()):
+        click.echo("entresol-emu: blocks came back with wrong bytes", err=True)
+        ctx.exit(1)
+
+
 @main.command("config-check")
 @click.argument("file", type=click.Path(path_type=Path))
 def config_check(file: Path) -> None:
@@ -137,12 +212,52 @@ def config_check(file: Path) -> None:
     click.echo(f"{file}: good")
 
 
+def _demo_with_progress(pod: Pod, settings: DemoSettings, notes: Console) -> DemoReport:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    records = settings.records()
+    with Progress(*columns, TextColumn("{task.fields[hits]}"), console=notes) as progress:
+        task = progress.add_task("replaying requests", total=len(records), hits="")
+        blocks = hits = 0
+
+        def done(outcome: RequestOutcome) -> None:
+            nonlocal blocks, hits
+            blocks, hits = blocks + outcome.blocks, hits + outcome.hit_blocks
+            progress.update(task, advance=1, hits=f"{hits / max(blocks, 1):.0%} of blocks hit")
+
+        return run_demo(pod, settings, records, done)
+
+
+def _print_what_to_try(pod: Pod, notes: Console) -> None:
+    agent = f"entresol-agent --config {pod.state.agent_config}"
+    notes.print("The pod stays up. To try:", soft_wrap=True, highlight=False)
+    for line in ("entresol-emu status", f"{agent} stat", f"{agent} list", f"{agent} bench", "entresol-emu down"):
+        notes.print(f"  {line}", soft_wrap=True, highlight=False)
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM unwinds like Ctrl-C, so that the pod goes down with the command."""
+
+    def unwind(_number: int, _frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, unwind)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def _print(report: dict[str, Any], as_json: bool) -> None:
     if as_json:
-        json.dump(report, sys.stdout, indent=1)
-        click.echo()
+        _print_json(report)
     else:
         print_pod(report)
+
+
+def _print_json(value: dict[str, Any]) -> None:
+    json.dump(value, sys.stdout, indent=1)
+    click.echo()
 
 
 if __name__ == "__main__":

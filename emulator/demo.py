@@ -7,6 +7,7 @@ node is free, and adds up what they say. Leaves nothing running and nothing on d
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import selectors
@@ -21,7 +22,9 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 from common.errors import InternalError, UnavailableError, UserError
+from common.identity import UNKNOWN
 from common.models import model_geometry
+from dpu_app.config import BLOCK_BYTES
 from emulator.demo_report import DemoReport, RequestOutcome
 from emulator.pod import Pod
 from emulator.pod_settings import PodSettings
@@ -29,6 +32,7 @@ from emulator.pod_status import dpu_status
 from emulator.processes import MARK_VARIABLE
 from emulator.trace import TraceRecord, read_trace, select_conversations
 from emulator.workload import BlockShape, WorkloadGenerator, WorkloadSettings
+from host_agent.config import NamespaceSettings
 
 _REQUEST_TIMEOUT_S: Final = 120.0
 _FLUSH_TIMEOUT_S: Final = 20.0
@@ -50,6 +54,22 @@ class DemoSettings:
     block_tokens: int = 16
     batch_blocks: int = 64
 
+    @classmethod
+    def of(cls, pod: PodSettings, **values: Any) -> DemoSettings:
+        """Slots as large as the blocks, and the agents' configuration file naming the demo's own namespace, so that
+        the command line sees its blocks. Raises UserError."""
+        settings = cls(pod, **values)
+        shape = settings.shape()
+        named = {
+            item.name: None if (value := getattr(record, item.name)) is UNKNOWN else value
+            for record in (shape.namespace(pod.tenant),)
+            for item in dataclasses.fields(record)
+            if item.name not in ("tenant", "salt")
+        }
+        slot_bytes = -(-shape.block_bytes // BLOCK_BYTES) * BLOCK_BYTES
+        pod = dataclasses.replace(pod, slot_bytes=slot_bytes, namespace=NamespaceSettings(**named))
+        return dataclasses.replace(settings, pod=pod)
+
     def shape(self) -> BlockShape:
         """Raises UserError."""
         return BlockShape(model_geometry(self.model), tp_size=self.tp_size, block_tokens=self.block_tokens)
@@ -64,8 +84,11 @@ class DemoSettings:
         return records
 
 
-def run_demo(pod: Pod, settings: DemoSettings, done: Callable[[RequestOutcome], None]) -> DemoReport:
-    """Replay through a pod that is up, and wait until everything stored is on flash. `done` hears of each request.
+def run_demo(
+    pod: Pod, settings: DemoSettings, records: Sequence[TraceRecord], done: Callable[[RequestOutcome], None]
+) -> DemoReport:
+    """Replay `records` through a pod that is up, and wait until all that was stored is on flash. `done` hears of
+    each request.
 
     Raises UnavailableError where a node or the pod fails. Wrong bytes are in the report, not raised.
     """
@@ -88,7 +111,7 @@ def run_demo(pod: Pod, settings: DemoSettings, done: Callable[[RequestOutcome], 
     with contextlib.ExitStack() as stack:
         nodes = [stack.enter_context(_Node(pod, settings, number)) for number in range(settings.agents)]
         started_s = time.monotonic()
-        for outcome in _replay(nodes, settings.records()):
+        for outcome in _replay(nodes, records):
             report.add(outcome)
             done(outcome)
         report.seconds = time.monotonic() - started_s
@@ -125,7 +148,6 @@ class _Node:
         command = [sys.executable, "-m", "emulator.replay", "--config", str(pod.state.agent_config)]
         command += ["--name", self.name, "--model", settings.model, "--tp-size", str(settings.tp_size)]
         command += ["--block-tokens", str(settings.block_tokens), "--batch-blocks", str(settings.batch_blocks)]
-        command += ["--tenant", settings.pod.tenant]
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,

@@ -80,7 +80,7 @@ class DemoReport:
 
     def as_dict(self) -> dict[str, Any]:
         stored = self.counters.get("STORE_BYTES", 0)
-        data, table = self.counters.get("FLASH_WRITE_BYTES", 0), self.counters.get("TABLE_WRITE_BYTES", 0)
+        written, table = self.counters.get("FLASH_WRITE_BYTES", 0), self.counters.get("TABLE_WRITE_BYTES", 0)
         return {
             **self.setup,
             "requests": self.requests,
@@ -94,11 +94,11 @@ class DemoReport:
             "operations": {name: summarise(calls) for name, calls in self.calls.items()},
             "other_answers": dict(self.statuses),
             "flash": {
-                "data_written_bytes": data,
-                "table_written_bytes": table,
+                "written_bytes": written,
+                "of_which_slot_table_bytes": table,
                 "read_bytes": self.counters.get("FLASH_READ_BYTES", 0),
                 "kv_bytes_stored": stored,
-                "written_per_kv_byte": _ratio(data + table, stored),
+                "written_per_kv_byte": _ratio(written, stored),
             },
             "counters": self.counters,
             "wrong_blocks": len(self.wrong),

@@ -6,14 +6,17 @@ get ordinary configuration files; all that makes a pod an emulated one is the fa
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Final
 
+from common import config
 from common.config import Between, DurationS, FieldError, SizeBytes
 from common.log import LogSettings
 from dpu_app.config import UNIX_PATH_BYTES_MAX, DpuConfig, FabricSettings, FlashSettings, RegionSettings
+from host_agent.config import AgentSettings, NamespaceSettings
 
 _LONGEST_SOCKET: Final = "/dpu15/state/region15.sock"
 _FABRIC_LISTEN: Final = {"emu-shm": "{state_dir}/{region}.sock", "emu-tcp": "127.0.0.1:0"}
@@ -55,6 +58,8 @@ class PodSettings:
     session_ttl_s: DurationS = 6.0
     tenant: str = "demo"
     """Whom the agents' configuration file speaks for."""
+    namespace: NamespaceSettings = field(default_factory=NamespaceSettings)
+    """Of that file; its `block` is the pod's `slot`."""
     run_dir: Path = field(default_factory=default_run_dir)
     """Configurations, logs, sockets."""
     flash_dir: Path = field(default_factory=default_flash_dir)
@@ -139,4 +144,17 @@ def dpu_config(settings: PodSettings, dpu: DpuEntry) -> DpuConfig:
             for number, path in enumerate(dpu.flash)
         ),
         log=settings.log,
+    )
+
+
+def agent_config_text(state: PodState) -> str:
+    """The file for `entresol-agent --config`: every DPU of the pod."""
+    settings = state.settings
+    return config.to_yaml(
+        AgentSettings(
+            dpus=tuple(dpu.control for dpu in state.dpus),
+            tenant=settings.tenant,
+            page_bytes=settings.page_bytes,
+            namespace=dataclasses.replace(settings.namespace, block_bytes=settings.slot_bytes),
+        )
     )

@@ -14,12 +14,14 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from host_agent.client import Client
 
 from common.status import BlockState, Status
 from emulator.demo_report import RequestOutcome
 from emulator.trace import TraceRecord
 from emulator.workload import BlockShape
 from host_agent.block_pattern import BlockPattern
+from host_agent.config import AgentSettings
 
 _IN_WINDOW = (BlockState.STAGED, BlockState.STAGED_AND_FLASH)
 
@@ -28,7 +30,7 @@ class Replayer:
     """Replays requests through one client. `batch_blocks` blocks of registered memory stand for the GPU's cache;
     longer prefixes go through it batch by batch."""
 
-    def __init__(self, client: Any, shape: BlockShape, tenant: str, batch_blocks: int) -> None:
+    def __init__(self, client: Client, shape: BlockShape, tenant: str, batch_blocks: int) -> None:
         record = shape.namespace(tenant)
         self._client = client
         self._shape = shape
@@ -37,6 +39,12 @@ class Replayer:
         self._batch_blocks = batch_blocks
         self._memory = client.allocate(batch_blocks * shape.block_bytes)
         self._pattern = BlockPattern(shape.block_bytes)
+
+    def __enter__(self) -> Replayer:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self._memory.close()
 
     def replay(self, record: TraceRecord) -> RequestOutcome:
         keys = self._shape.block_keys(self._digest, record)
@@ -117,3 +125,35 @@ class Replayer:
         for status, count in results.counts().items():
             if status is not Status.OK:
                 statuses[f"{operation} {status.name}"] += count
+
+
+@click.command()
+@click.option("--config", "config_path", type=click.Path(path_type=Path), required=True)
+@click.option("--name", required=True)
+@click.option("--model", required=True)
+@click.option("--tp-size", type=int, required=True)
+@click.option("--block-tokens", type=int, required=True)
+@click.option("--batch-blocks", type=int, required=True)
+def main(config_path: Path, name: str, model: str, tp_size: int, block_tokens: int, batch_blocks: int) -> None:
+    """Replay the requests of standard input until it ends."""
+    try:
+        settings = dataclasses.replace(load_file(config_path, AgentSettings), name=name)
+        log.configure(settings.log)
+        shape = BlockShape(model_geometry(model), tp_size=tp_size, block_tokens=block_tokens)
+        with Client(settings) as client, Replayer(client, shape, settings.tenant, batch_blocks) as replayer:
+            _say({"ready": name})
+            for line in sys.stdin:
+                record = TraceRecord(**json.loads(line))
+                _say(dataclasses.asdict(replayer.replay(record)))
+    except EntresolError as error:
+        click.echo(f"{name}: {error}", err=True)
+        raise SystemExit(error.exit_code) from error
+
+
+def _say(message: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(message) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -23,6 +23,7 @@ from common.errors import UserError
 from common.identity import UNKNOWN, NamespaceRecord
 from common.status import BlockState, Status
 from host_agent.block_pattern import BlockPattern
+from host_agent.client import Client
 from host_agent.limits import SocketPeer, memmove_s
 
 KEY_BYTES: Final = 16
@@ -45,6 +46,11 @@ class BenchSettings:
     """Of one round: a batch of 16 means 8 calls."""
     verify: bool = True
     """Whether the client compares checksums within the timed calls. All bytes are compared outside them anyway."""
+
+    @classmethod
+    def quick(cls) -> BenchSettings:
+        """In seconds, for tests and to see that it works; too little for figures."""
+        return cls(block_bytes=(64 << 10, 1 << 20), batches=(1, 16), lookup_batches=(1, 16), rounds=2, blocks=16)
 
     def __post_init__(self) -> None:
         if not self.block_bytes or min(self.block_bytes) < 4096 or any(size % 4096 for size in self.block_bytes):
@@ -91,7 +97,7 @@ class Cell:
 class Bench:
     """One run against a connected client. `told` hears what is being measured, for people."""
 
-    def __init__(self, client: Any, settings: BenchSettings, tenant: str, told: Callable[[str], None]) -> None:
+    def __init__(self, client: Client, settings: BenchSettings, tenant: str, told: Callable[[str], None]) -> None:
         self._client = client
         self._settings = settings
         self._told = told
@@ -232,12 +238,10 @@ class Bench:
     def _measure_limits(self, peer: SocketPeer, source: Any, destination: Any, size: int, batch: int) -> None:
         limits = self._limits.setdefault((size, batch), {"memmove": [], "socket_pull": [], "socket_push": []})
         calls = self._settings.blocks // batch
-        for name, measure in (
-            ("memmove", lambda: memmove_s(destination.view, source.view, size, batch * calls)),
-            ("socket_pull", lambda: sum(peer.pull_s(destination.view, size, batch) for _ in range(calls))),
-            ("socket_push", lambda: sum(peer.push_s(source.view, size, batch) for _ in range(calls))),
-        ):
-            limits[name].append(measure() * self._settings.blocks / (batch * calls))
+        whole = self._settings.blocks / (batch * calls)
+        limits["memmove"].append(memmove_s(destination.view, source.view, size, batch * calls) * whole)
+        limits["socket_pull"].append(sum(peer.pull_s(destination.view, size, batch) for _ in range(calls)) * whole)
+        limits["socket_push"].append(sum(peer.push_s(source.view, size, batch) for _ in range(calls)) * whole)
 
     def _lookups(self, peer: SocketPeer) -> dict[str, Any]:
         """Keys a second and latency, next to a bare round trip of 64 bytes."""
