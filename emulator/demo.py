@@ -60,12 +60,9 @@ class DemoSettings:
         the command line sees its blocks. Raises UserError."""
         settings = cls(pod, **values)
         shape = settings.shape()
-        named = {
-            item.name: None if (value := getattr(record, item.name)) is UNKNOWN else value
-            for record in (shape.namespace(pod.tenant),)
-            for item in dataclasses.fields(record)
-            if item.name not in ("tenant", "salt")
-        }
+        record = dataclasses.asdict(shape.namespace(pod.tenant))
+        del record["tenant"], record["salt"]
+        named: dict[str, Any] = {name: None if value is UNKNOWN else value for name, value in record.items()}
         slot_bytes = -(-shape.block_bytes // BLOCK_BYTES) * BLOCK_BYTES
         pod = dataclasses.replace(pod, slot_bytes=slot_bytes, namespace=NamespaceSettings(**named))
         return dataclasses.replace(settings, pod=pod)

@@ -7,20 +7,29 @@ there into registered memory, STORE the new blocks), checks every retrieved byte
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import sys
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import click
 import numpy as np
 import numpy.typing as npt
-from host_agent.client import Client
 
+from common import log
+from common.config import load_file
+from common.errors import EntresolError
+from common.models import model_geometry
 from common.status import BlockState, Status
 from emulator.demo_report import RequestOutcome
 from emulator.trace import TraceRecord
 from emulator.workload import BlockShape
 from host_agent.block_pattern import BlockPattern
+from host_agent.client import Client
 from host_agent.config import AgentSettings
 
 _IN_WINDOW = (BlockState.STAGED, BlockState.STAGED_AND_FLASH)
