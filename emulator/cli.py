@@ -86,7 +86,7 @@ def pod_options(function: F) -> F:
         click.option("--slot", "slot_bytes", type=SIZE, help="Largest block, such as 256KiB."),
         click.option("--window", "window_bytes", type=SIZE, help="Staging memory of each region."),
         click.option("--flash-driver", help="auto, io_uring or thread_pool."),
-        click.option("--eviction", help="s3-fifo, lru, fifo or sieve."),
+        click.option("--eviction", help="s3fifo, lru, fifo or sieve."),
         click.option("--flash-dir", type=click.Path(file_okay=False, path_type=Path), help="On a disk, for O_DIRECT."),
         run_dir_option,
     ):

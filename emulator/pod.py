@@ -118,7 +118,10 @@ class Pod:
         if code is not None or not self.is_alive(dpu):
             how = "ended" if code is None else f"ended with exit code {code}"
             raise UnavailableError(f"{dpu.name} {how} before it was ready; its log:\n{_tail(dpu.log)}")
-        return not_serving(dpu.control, self.state.settings.regions, timeout_s=2.0)
+        missing, hopeless = not_serving(dpu.control, self.state.settings.regions, timeout_s=2.0)
+        if hopeless:
+            raise UnavailableError(f"{dpu.name} cannot serve: {missing}")
+        return missing
 
     @classmethod
     def _prepare(cls, settings: PodSettings) -> Pod:

@@ -75,25 +75,25 @@ def print_pod(report: dict[str, Any], console: Console | None = None) -> None:
     """`report` as a table on standard output."""
     console = console or Console()
     table = Table(title=f"Pod on {report['fabric']}: {'serving' if report['serving'] else 'NOT all of it serves'}")
-    for heading in ("DPU", "pid", "region", "state", "worker"):
+    for heading in ("DPU", "region", "worker", "state"):
         table.add_column(heading)
-    for heading in ("slots used", "stored", "retrieved", "sessions"):
+    for heading in ("slots used", "stored", "retrieved"):
         table.add_column(heading, justify="right")
     for dpu in report["dpus"]:
+        name = f"{dpu['name']} {dpu['pid']}"
         if not dpu["regions"]:
-            table.add_row(dpu["name"], str(dpu["pid"]), "", dpu["message"] or "no regions", "", "", "", "", "")
+            table.add_row(name, "", "", dpu["message"] or "no regions", "", "", "")
         for region in dpu["regions"]:
             stats = region["stats"]
             table.add_row(
-                dpu["name"],
-                str(dpu["pid"]),
+                name,
                 region["name"],
-                region["state"] + (f" ({region['message']})" if region["message"] else ""),
                 str(region["worker_pid"]),
-                f"{stats.get('SLOTS_USED', 0)} of {region['slots']}",
+                region["state"] + (f" ({region['message']})" if region["message"] else ""),
+                f"{stats.get('SLOTS_USED', 0)}/{region['slots']}",
                 approximate_size(stats.get("STORE_BYTES", 0)),
                 approximate_size(stats.get("RETRIEVE_BYTES", 0)),
-                str(dpu["sessions"]),
             )
+            name = ""
     console.print(table)
     console.print(f"agents' configuration: {report['agent_config']}", soft_wrap=True, highlight=False)

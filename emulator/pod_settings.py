@@ -53,8 +53,8 @@ class PodSettings:
     """Of each region. Where all that is in use fits the windows, nothing ever comes from flash."""
     page_bytes: SizeBytes = 4096
     """Of the windows' memory; 2MiB where huge pages are set up."""
-    flash_driver: str = "auto"
-    eviction: str = "s3-fifo"
+    flash_driver: str = FlashSettings.driver
+    eviction: str = RegionSettings.eviction
     session_ttl_s: DurationS = 6.0
     tenant: str = "demo"
     """Whom the agents' configuration file speaks for."""

@@ -5,12 +5,9 @@ Asks, never changes anything. Used by `emulator.pod` while it waits, and by `ent
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
-
 import grpc
 
-from common.errors import EntresolError, UnavailableError
+from common.errors import EntresolError
 from common.proto.entresol.v1 import control_pb2, control_pb2_grpc
 from common.rpc_errors import from_rpc_error
 
@@ -25,30 +22,24 @@ def dpu_status(address: str, timeout_s: float = 5.0) -> control_pb2.GetStatusRes
             raise from_rpc_error(error) from error
 
 
-def not_serving(address: str, regions: int, timeout_s: float) -> str:
-    """Why a DPU that should have `regions` regions is not ready yet; empty when all of them serve."""
+def not_serving(address: str, regions: int, timeout_s: float) -> tuple[str, bool]:
+    """Why a DPU that should have `regions` regions is not ready yet, empty when all of them serve; and whether
+    waiting is of no use."""
     try:
         status = dpu_status(address, timeout_s)
-    except UnavailableError as error:
-        return f"no answer at {address}: {error}"
     except EntresolError as error:
-        return str(error)
+        return f"no answer at {address}: {error}", False
     waiting = [
-        f"{entry.region.name} is {state_name(entry.region.state)}"
-        + (f": {entry.region.message}" * bool(entry.region.message))
+        f"{entry.region.name} is {state_name(entry.region.state)}: {entry.region.message}".rstrip(": ")
         for entry in status.regions
         if entry.region.state != control_pb2.REGION_STATE_SERVING
     ]
     if len(status.regions) < regions:
         waiting.append(f"{len(status.regions)} of {regions} regions are there")
-    return "; ".join(waiting)
+    failed = any(entry.region.state == control_pb2.REGION_STATE_FAILED for entry in status.regions)
+    return "; ".join(waiting), failed
 
 
 def state_name(state: int) -> str:
     """A region's state for people: "serving"."""
     return control_pb2.RegionState.Name(control_pb2.RegionState.ValueType(state)).removeprefix("REGION_STATE_").lower()
-
-
-def total(statuses: Iterable[Mapping[str, Any]], name: str) -> int:
-    """The sum of one counter over regions' counters."""
-    return sum(int(stats.get(name, 0)) for stats in statuses)
