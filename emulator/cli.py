@@ -110,7 +110,8 @@ def settings_from(config_path: Path | None, options: dict[str, Any], **defaults:
 def up(config_path: Path | None, as_json: bool, **options: Any) -> None:
     """Start a pod and return once every region serves. It runs until 'entresol-emu down'."""
     settings = settings_from(config_path, options)
-    pod = Pod.up(settings, lambda text: click.echo(text, err=True))
+    with _ended_by_sigterm():
+        pod = Pod.up(settings, lambda text: click.echo(text, err=True))
     _print(pod_report(pod), as_json)
 
 
