@@ -12,7 +12,7 @@ help: ## list the targets
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev,uring]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
 	@touch $@
 
 # The generator has an environment of its own: its version is the oldest grpcio and protobuf that users may have.

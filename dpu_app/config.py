@@ -58,8 +58,11 @@ class FlashSettings:
 class AdmissionSettings:
     """The filter that limits flash wear, by its name in `dpu_app.regions.admission`."""
 
-    policy: str = "off"
-    options: dict[str, str] = field(default_factory=dict)
+    policy: str = "all"
+    """"all", or "second_request": only what is stored a second time within `window_s`."""
+    keys: Annotated[int, Between(1024, None)] = 1 << 20
+    """How many keys are remembered."""
+    window_s: DurationS = 3600.0
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ class RegionSettings:
     page_bytes: SizeBytes = BLOCK_BYTES
     """Of the window's memory; 2MiB for huge pages."""
     flash: FlashSettings = FlashSettings()
-    eviction: str = "s3-fifo"
+    eviction: str = "s3fifo"
     """By its name in `dpu_app.regions.eviction`."""
     admission: AdmissionSettings = AdmissionSettings()
     dirty_fraction: Fraction = 0.75

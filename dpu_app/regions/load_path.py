@@ -1,0 +1,312 @@
+"""RETRIEVE and PREFETCH: flash -> frame, checked, -> client memory (RDMA WRITE); and LEASE's staging.
+
+A block that is staged already is written out at once; the answer follows its WRITEs on the same connection, so
+it arrives after them. A block that is wanted twice is read from flash once. What flash gives back wrong, short or
+not at all is a miss that frees the slot. A load nobody waits for any more is withdrawn if it has not started.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+import xxhash
+
+from common.status import Status
+from common.wire import EntryFlags, Flags, Op, StatId
+from doca_shims.api import FlashOp, Opcode, SendRequest, Sge
+from dpu_app.regions import memory_list
+from dpu_app.regions.batch import Batch
+from dpu_app.regions.context import Context
+from dpu_app.regions.flash_queue import FlashJob, Priority
+from dpu_app.regions.memory_list import Piece
+from dpu_app.regions.sessions import TRANSFER_WRS_MAX, Transfer
+from dpu_app.regions.window import FrameState, aligned_length
+
+Staged = Callable[[Batch, int, int], None]
+"""Called with (batch, entry, frame) when the entry's block is whole in that frame."""
+
+
+class Load:
+    """One block on its way from flash into a frame, and who waits for it. `job` is None while it waits for a
+    frame."""
+
+    __slots__ = ("frame", "job", "length", "priority", "slot", "waiters")
+
+    def __init__(self, slot: int, length: int, priority: Priority) -> None:
+        self.slot = slot
+        self.length = length
+        self.priority = priority
+        self.frame = -1
+        self.job: FlashJob | None = None
+        self.waiters: list[tuple[Batch, int, Staged]] = []
+
+
+class LoadPath:
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._loads: dict[int, Load] = {}
+        self._frameless: dict[Priority, deque[Load]] = {Priority.DEMAND: deque(), Priority.PREFETCH: deque()}
+        self._deliveries: dict[Batch, list[tuple[int, int]]] = {}  # batch -> (entry, frame), to be posted together
+
+    @property
+    def idle(self) -> bool:
+        return not self._loads
+
+    # ---------------------------------------------------------------- request
+
+    def start(self, batch: Batch) -> None:
+        """RETRIEVE and PREFETCH."""
+        context = self._context
+        capsule = batch.capsule
+        entries = capsule.entries
+        prefetch = batch.op is Op.PREFETCH
+        deliver = not prefetch or bool(capsule.flags & Flags.TO_HOST)
+        context.stats.add(StatId.PREFETCHES if prefetch else StatId.RETRIEVES, len(entries))
+        slots = self.find(batch)
+        if not deliver:
+            self.stage(batch, slots, Priority.PREFETCH, self._staged_on_dpu)
+            return
+        if not self._place(batch, slots):
+            batch.close_if_done()
+            return
+        self.stage(batch, slots, Priority.PREFETCH if prefetch else Priority.DEMAND, self._deliver)
+
+    def find(self, batch: Batch) -> list[int]:
+        """Slots of the batch's keys. Entries of foreign namespaces and absent blocks are answered."""
+        context = self._context
+        entries = batch.capsule.entries
+        namespaces = batch.connection.session.namespace_ids(entries["namespace"])
+        denied = namespaces < 0
+        if denied.any():
+            context.stats.add(StatId.DENIED, int(np.count_nonzero(denied)))
+            batch.resolve_where(denied, Status.DENIED)
+        slots = context.catalogue.find(entries["key_lo"], entries["key_hi"], namespaces)
+        missing = (slots < 0) & ~denied
+        if missing.any():
+            context.stats.add(StatId.RETRIEVE_MISSES, int(np.count_nonzero(missing)))
+            batch.resolve_where(missing, Status.MISS)
+        present = slots[slots >= 0]
+        if len(present):
+            context.catalogue.policy.on_hit(present)
+        return slots.tolist()  # type: ignore[no-any-return]
+
+    def stage(self, batch: Batch, slots: list[int], priority: Priority, staged: Staged) -> None:
+        """See to it that the block of every open entry is in a frame, and call `staged` for each."""
+        window = self._context.window
+        frame_of = window.frame_of
+        cold = []
+        staged_now = 0
+        for entry in batch.open_entries():
+            frame = frame_of.get(slots[entry], -1)
+            if frame < 0:
+                cold.append(entry)
+            else:
+                staged_now += 1
+                window.touch(frame)
+                staged(batch, entry, frame)
+        if batch.op is Op.RETRIEVE:
+            stats = self._context.stats
+            stats.add(StatId.RETRIEVE_COLD, len(cold))
+            stats.add(StatId.RETRIEVE_STAGED, staged_now)
+        for entry in cold:
+            self._load(batch, entry, slots[entry], priority, staged)
+        self.post_deliveries()
+        batch.close_if_done()
+
+    # ---------------------------------------------------------------- flash -> frame
+
+    def _load(self, batch: Batch, entry: int, slot: int, priority: Priority, staged: Staged) -> None:
+        load = self._loads.get(slot)
+        if load is None:
+            length = int(self._context.catalogue.index.length[slot])
+            load = Load(slot, length, priority)
+            self._loads[slot] = load
+            self._context.catalogue.loading.add(slot)
+            self._frameless[priority].append(load)
+        elif priority < load.priority:
+            if load.job is None:
+                self._frameless[load.priority].remove(load)
+                self._frameless[priority].append(load)
+            else:
+                self._context.queue.promote(load.job)
+            load.priority = priority
+        load.waiters.append((batch, entry, staged))
+        batch.loads.add(load)
+
+    def pump(self) -> None:
+        """Start loads for which there are frames; demand before prefetch."""
+        for priority in (Priority.DEMAND, Priority.PREFETCH):
+            waiting = self._frameless[priority]
+            while waiting:
+                load = waiting[0]
+                load.frame = self._context.window.take(load.slot, FrameState.LOADING)
+                if load.frame < 0:
+                    return
+                waiting.popleft()
+                self._read(load)
+
+    def _read(self, load: Load) -> None:
+        context = self._context
+        load.job = FlashJob(
+            FlashOp.READ,
+            load.priority,
+            context.catalogue.geometry.slot_offset(load.slot),
+            context.window.address(load.frame),
+            aligned_length(load.length),
+            lambda error: self._loaded(load, error),
+        )
+        context.queue.add(load.job)
+
+    def _loaded(self, load: Load, error: int) -> None:
+        context = self._context
+        self._end(load)
+        if error:
+            context.stats.add(StatId.FLASH_ERRORS)
+            self._lost(load)
+            return
+        context.stats.add(StatId.FLASH_READ_BYTES, aligned_length(load.length))
+        checksum = xxhash.xxh3_64_intdigest(context.window.bytes_of(load.frame, load.length))
+        if checksum != int(context.catalogue.index.checksum[load.slot]):
+            context.stats.add(StatId.CHECKSUM_MISMATCHES)
+            self._lost(load)
+            return
+        context.window.settle(load.frame)
+        for batch, entry, staged in load.waiters:
+            batch.loads.discard(load)
+            if not batch.closed:
+                staged(batch, entry, load.frame)
+
+    def _lost(self, load: Load) -> None:
+        """Never wrong bytes: the block is a miss and its slot free."""
+        context = self._context
+        context.window.drop(load.frame)
+        context.catalogue.forget(load.slot, lambda _: None)
+        for batch, entry, _ in load.waiters:
+            batch.loads.discard(load)
+            context.stats.add(StatId.RETRIEVE_MISSES)
+            batch.resolve(entry, Status.MISS)
+
+    def _end(self, load: Load) -> None:
+        del self._loads[load.slot]
+        self._context.catalogue.loading.discard(load.slot)
+
+    def leave(self, batch: Batch) -> None:
+        """A batch was answered or is gone: what only it waited for is withdrawn."""
+        for load in batch.loads:
+            load.waiters = [waiter for waiter in load.waiters if waiter[0] is not batch]
+            if load.waiters:
+                continue
+            if load.job is None:
+                self._frameless[load.priority].remove(load)
+                self._end(load)
+            elif self._context.queue.withdraw(load.job):
+                self._end(load)
+                self._context.window.drop(load.frame)
+        batch.loads.clear()
+
+    def started(self, batch: Batch, entry: int) -> bool:
+        """Flash is, or will at once be, reading this entry's block (so a late prefetch still ends up staged)."""
+        return any(
+            load.job is not None and any(w[0] is batch and w[1] == entry for w in load.waiters) for load in batch.loads
+        )
+
+    # ---------------------------------------------------------------- frame -> client memory
+
+    def _place(self, batch: Batch, slots: list[int]) -> bool:
+        """Work out where each open entry's bytes go; answers those that do not fit. False when none is left."""
+        entries = batch.capsule.entries
+        index = self._context.catalogue.index
+        batch.memory, valid = memory_list.resolve(batch.capsule, self._context.catalogue.geometry.slot_bytes)
+        batch.resolve_where(~valid, Status.BAD_REQUEST)
+        chosen = batch.open_entries()
+        if not chosen:
+            return False
+        lengths = index.length[np.asarray(slots)[chosen]].tolist()
+        offsets, wanted = entries["offset"].tolist(), entries["length"].tolist()
+        for entry, length in zip(chosen, lengths):
+            count = wanted[entry] or length - offsets[entry]
+            pieces: list[Piece] | None = None
+            if count > 0 and offsets[entry] + count <= length:
+                pieces = memory_list.take(batch.memory[entry], count)
+            if pieces is None:
+                batch.resolve(entry, Status.BAD_RANGE, length=length)
+            else:
+                batch.memory[entry] = pieces
+        if batch.closed:
+            return False
+        for entry in memory_list.overlapping(batch.memory, batch.open_entries()):
+            batch.resolve(entry, Status.OVERLAP)
+        return not batch.closed
+
+    def _deliver(self, batch: Batch, entry: int, frame: int) -> None:
+        self._context.window.hold(frame)
+        self._deliveries.setdefault(batch, []).append((entry, frame))
+
+    def _staged_on_dpu(self, batch: Batch, entry: int, frame: int) -> None:
+        slot = self._context.window.slot[frame]
+        batch.resolve(entry, Status.OK, self._context.catalogue.state_of(slot))
+
+    def post_deliveries(self) -> None:
+        """Post the WRITEs of what became staged, each batch's together."""
+        if not self._deliveries:
+            return
+        deliveries, self._deliveries = self._deliveries, {}
+        for batch, blocks in deliveries.items():
+            self._write(batch, blocks)
+
+    def _write(self, batch: Batch, blocks: list[tuple[int, int]]) -> None:
+        window = self._context.window
+        lkey = batch.connection.window_lkey
+        offsets = batch.capsule.entries["offset"].tolist()
+        requests: list[SendRequest] = []
+        group: list[tuple[int, int]] = []
+        if batch.closed:
+            self._written(batch, blocks, ok=False)
+            return
+        for entry, frame in blocks:
+            pieces = batch.memory[entry]
+            if requests and len(requests) + len(pieces) > TRANSFER_WRS_MAX:
+                self._post(batch, requests, group)
+                requests, group = [], []
+            address = window.address(frame) + offsets[entry]
+            for remote, length, rkey in pieces:
+                requests.append(SendRequest(0, Opcode.RDMA_WRITE, (Sge(address, length, lkey),), remote, rkey))
+                address += length
+            group.append((entry, frame))
+        self._post(batch, requests, group)
+
+    def _post(self, batch: Batch, requests: list[SendRequest], group: list[tuple[int, int]]) -> None:
+        transfer = Transfer(
+            batch, requests, lambda ok: self._written(batch, group, ok), posted=lambda: self._answer(batch, group)
+        )
+        batch.connection.add(transfer)
+        self._context.ready.add(batch.connection.connection_id)
+
+    def _answer(self, batch: Batch, group: list[tuple[int, int]]) -> None:
+        """The WRITEs are posted and the answer will follow them in order."""
+        context = self._context
+        index, window = context.catalogue.index, context.window
+        counts = [sum(piece[1] for piece in batch.memory[entry]) for entry, _ in group]
+        slots = [window.slot[frame] for _, frame in group]  # -1: forgotten meanwhile, the frame still holds it
+        lengths = index.length[slots].tolist()
+        checksums = index.checksum[slots].tolist()
+        wants = batch.capsule.entries["flags"]
+        for i, (entry, frame) in enumerate(group):
+            checksum = 0
+            if slots[i] >= 0 and counts[i] == lengths[i]:
+                checksum = checksums[i]
+            elif slots[i] < 0 or wants[entry] & EntryFlags.WANT_CHECKSUM:
+                offset = int(batch.capsule.entries["offset"][entry])
+                checksum = xxhash.xxh3_64_intdigest(window.bytes_of(frame, counts[i], offset))
+            checksums[i] = checksum
+        states = context.catalogue.states_of(np.asarray(slots))
+        batch.resolve_many([entry for entry, _ in group], Status.OK, states, counts, checksums)
+        context.stats.add(StatId.RETRIEVE_BYTES, sum(counts))
+
+    def _written(self, batch: Batch, group: list[tuple[int, int]], ok: bool) -> None:
+        for _, frame in group:
+            self._context.window.unhold(frame)
+        if not ok and not batch.closed:
+            self._context.stats.add(StatId.TRANSFER_ERRORS)
