@@ -30,6 +30,7 @@ from doca_shims.api import (
 )
 from host_agent.capsules import CapsuleBuffers
 from host_agent.operation import Operation, Request
+from host_agent.registration import Grants
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +39,11 @@ _DPU_SHARE_PERCENT = 90
 _READ_ID = 1 << 40
 """wr_ids from here are one-sided READs; below they are capsule places."""
 SEND_QUEUE_READS = 64
-"""Send queue slots beside those of capsules."""
+"""Send queue slots for READs, beside those of capsules."""
+_SIGNAL_EVERY = 32
+"""One capsule in so many asks for a completion: an answer implies that its request was sent."""
+SEND_QUEUE_SLOTS = SEND_QUEUE_READS + 2 * _SIGNAL_EVERY
+"""What a link needs beside one slot for each capsule in flight."""
 
 
 class Poller(Protocol):
@@ -58,6 +63,8 @@ class RegionLink:
         self._clock = clock
         self._lost = lost
         self._lock = threading.Lock()
+        self.grants: Grants | None = None
+        """What requests on this connection may name; None while the link is down."""
         self._connection: Connection | None = None
         self._buffers: CapsuleBuffers | None = None
         self._fd = -1
@@ -75,7 +82,7 @@ class RegionLink:
     def up(self) -> bool:
         return self._connection is not None
 
-    def attach(self, connection: Connection, buffers: CapsuleBuffers, credits_count: int) -> None:
+    def attach(self, connection: Connection, buffers: CapsuleBuffers, credits_count: int, grants: Grants) -> None:
         """Take over a READY connection on which `buffers.recvs` are posted, and the buffers."""
         with self._lock:
             if self._connection is not None:
@@ -86,15 +93,17 @@ class RegionLink:
             self._unsignalled = 0
             self._broken = ""
             self.down_reason = ""
+            self.grants = grants
             self._fd = connection.fileno()
             self._poller.attach(self, self._fd)
 
-    def submit(self, requests: Sequence[Request]) -> None:
-        """Send them, or queue what exceeds the credits. On a link that is down they are answered DISCONNECTED."""
+    def submit(self, requests: Sequence[Request], grants: Grants | None) -> None:
+        """Send them, or queue what exceeds the credits. Where the link is down, or no longer the one whose `grants`
+        the requests were made with, they are answered DISCONNECTED."""
         with self._lock:
             for request in requests:
                 request.link = self
-            if self._connection is None:
+            if self._connection is None or grants is not self.grants:
                 for request in requests:
                     request.operation.settle_as(request, Status.DISCONNECTED)
                 return
@@ -103,12 +112,12 @@ class RegionLink:
             if self._broken:
                 self._end(self._broken)
 
-    def read(self, request: Request, reads: Sequence[SendRequest]) -> None:
-        """Post one-sided READs for `request`, whose positions are theirs in turn; their wr_ids are chosen here.
-        At most SEND_QUEUE_READS may be outstanding; the rest of them is answered BUSY."""
+    def read(self, request: Request, reads: Sequence[SendRequest], grants: Grants) -> None:
+        """Post one-sided READs, whose wr_ids and flags are chosen here; `request` is answered OK when the last has
+        completed, TRANSFER_ERROR when one failed, BUSY when the send queue is full, DISCONNECTED as for `submit`."""
         with self._lock:
             request.link = self
-            if self._connection is None:
+            if self._connection is None or grants is not self.grants:
                 request.operation.settle_as(request, Status.DISCONNECTED)
                 return
             if len(self._reads) >= SEND_QUEUE_READS:
@@ -155,6 +164,15 @@ class RegionLink:
             if overdue or any(request.operation is operation for request in self._reads.values()):
                 self._end("no answer by the deadline")
 
+    def withdraw(self, operation: Operation) -> list[int]:
+        """Answer CANCELLED what was not sent yet; the request ids of what was, and has no answer."""
+        with self._lock:
+            for request in [request for request in self._queue if request.operation is operation]:
+                self._queue.remove(request)
+                request.operation.settle_as(request, Status.CANCELLED)
+            flying = self._in_flight.items()
+            return [request_id for request_id, (request, _place) in flying if request.operation is operation]
+
     def close(self, reason: str = "closed") -> None:
         """Destroy the connection; requests in flight are answered DISCONNECTED. Idempotent."""
         with self._lock:
@@ -186,7 +204,7 @@ class RegionLink:
             place = self._send_places.pop()
             self._in_flight[request.request_id] = (request, place)
             self._unsignalled += 1
-            signalled = self._unsignalled >= buffers.count // 2
+            signalled = self._unsignalled >= _SIGNAL_EVERY
             if signalled:  # success of the earlier ones is implied, and their queue slots are free again
                 self._unsignalled = 0
             flags = SendFlags.SIGNALED if signalled else SendFlags.NONE
@@ -266,6 +284,7 @@ class RegionLink:
         if connection is None:
             return
         buffers, self._buffers = self._buffers, None
+        self.grants = None
         self.down_reason = reason
         self._poller.detach(self._fd)
         try:

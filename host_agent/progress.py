@@ -54,6 +54,13 @@ class Progress:
     def wait(self, operation: Operation) -> None:
         """Return when `operation`, whose requests are all submitted, is done: at its deadline at the latest."""
         operation.when_done(self._notify)
+        try:
+            self._wait(operation)
+        except BaseException:  # such as KeyboardInterrupt: the caller's memory must not be written later
+            self.abandon(operation)
+            raise
+
+    def _wait(self, operation: Operation) -> None:
         while not operation.done:
             if self._lead.acquire(blocking=False):
                 self._leader = threading.get_ident()
@@ -66,6 +73,11 @@ class Progress:
             if not operation.done and self._clock.monotonic_ns() >= operation.deadline_ns:
                 _expire(operation)
                 return
+
+    def abandon(self, operation: Operation) -> None:
+        """Nobody wants it any more, and its memory may be reused as soon as this returns."""
+        operation.deadline_ns = 0
+        _expire(operation)
 
     def watch(self, operation: Operation) -> None:
         """See to it that `operation` is driven, and ended at its deadline, though nobody waits for it."""
@@ -130,7 +142,7 @@ class Progress:
     def _step_down(self) -> None:
         self._leader = 0
         self._lead.release()
-        if self._followers:
+        if self._followers or self._background:
             with self._changed:
                 self._changed.notify_all()
 
@@ -148,6 +160,7 @@ class Progress:
                     self._changed.wait(left_s)
             finally:
                 self._followers -= 1
+                self._changed.notify_all()
 
     def _notify(self) -> None:
         """An operation that a thread waits for is done; the thread may lead, follow, or be this one."""
