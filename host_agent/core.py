@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -30,13 +30,23 @@ from host_agent.memory import MemoryTable, RegisteredMemory, Spans, registered_b
 from host_agent.namespace import Namespace
 from host_agent.operation import Operation, Positions, Request
 from host_agent.progress import Progress
-from host_agent.registration import Fabrics
+from host_agent.registration import Fabrics, Grants
 from host_agent.results import BlockResults, LookupResult
 from host_agent.session import DpuSession
 from host_agent.topology import SlotClass, Topology
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+
+class Share(NamedTuple):
+    """The blocks of one region, and what its connection let them name; None where it was down."""
+
+    link: RegionLink
+    positions: Positions
+    grants: Grants | None
+
+
 ALL: Final = slice(None)
 TIMEOUT_MAX_S: Final = 3600.0
 
@@ -253,7 +263,7 @@ class AgentCore:
 
     def start_lease(
         self, namespace: Namespace, keys: Keys, duration_ms: int, timeout_s: float | None
-    ) -> tuple[Operation, list[tuple[RegionLink, Positions]]]:
+    ) -> tuple[Operation, list[Share]]:
         """LEASE, and which link each block's answer came from."""
         return self._start_keys(Op.LEASE, namespace, keys, duration_ms, timeout_s)
 
@@ -310,7 +320,7 @@ class AgentCore:
 
     def _start_keys(
         self, op: Op, namespace: Namespace, keys: Keys, argument: int, timeout_s: float | None
-    ) -> tuple[Operation, list[tuple[RegionLink, Positions]]]:
+    ) -> tuple[Operation, list[Share]]:
         pairs = batch.key_pairs(keys)
         operation = self.operation(op, len(pairs), timeout_s)
         entries = batch.key_entries(pairs, argument)
@@ -328,17 +338,17 @@ class AgentCore:
         sendable: npt.NDArray[np.intp] | None,
         spans: Spans | None,
         flags: Flags,
-    ) -> list[tuple[RegionLink, Positions]]:
+    ) -> list[Share]:
         """Send every block, or those at `sendable`, to its region."""
-        shares = _shares(slot_class, pairs, sendable)
-        prepared = []
-        for link, positions in shares:
-            grants = link.grants
+        shares = [share._replace(grants=share.link.grants) for share in _shares(slot_class, pairs, sendable)]
+        prepared: list[tuple[RegionLink, list[Request], Grants]] = []
+        for link, positions, grants in shares:
             handle = grants.handles.get(namespace.digest) if grants is not None else None
-            if grants is None or handle is None:
-                continue  # these stay DISCONNECTED
-            made = batch.requests(operation, entries, positions, handle, spans=spans, domain=grants.domain, flags=flags)
-            prepared.append((link, made, grants))
+            if grants is not None and handle is not None:  # the others stay DISCONNECTED
+                made = batch.requests(
+                    operation, entries, positions, handle, spans=spans, domain=grants.domain, flags=flags
+                )
+                prepared.append((link, made, grants))
         try:
             for link, made, grants in prepared:
                 link.submit(made, grants)
@@ -365,9 +375,7 @@ class AgentCore:
         self._fabrics.close()
 
 
-def _shares(
-    slot_class: SlotClass, pairs: batch.Pairs, sendable: npt.NDArray[np.intp] | None
-) -> list[tuple[RegionLink, Positions]]:
+def _shares(slot_class: SlotClass, pairs: batch.Pairs, sendable: npt.NDArray[np.intp] | None) -> list[Share]:
     """Which blocks go to which region."""
     if sendable is not None:
         pairs = pairs[sendable]
@@ -375,12 +383,12 @@ def _shares(
         return []
     placed = slot_class.pod_map.place(pairs[:, 0], pairs[:, 1])
     if len(slot_class.regions) == 1 or len(placed) == 1:
-        return [(slot_class.regions[int(placed[0])].link, ALL if sendable is None else sendable)]
-    shares: list[tuple[RegionLink, Positions]] = []
+        return [Share(slot_class.regions[int(placed[0])].link, ALL if sendable is None else sendable, None)]
+    shares: list[Share] = []
     for index, region in enumerate(slot_class.regions):
         chosen = np.flatnonzero(placed == index)
         if len(chosen):
-            shares.append((region.link, chosen if sendable is None else sendable[chosen]))
+            shares.append(Share(region.link, chosen if sendable is None else sendable[chosen], None))
     return shares
 
 

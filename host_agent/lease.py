@@ -19,10 +19,10 @@ from common.errors import UserError
 from common.status import Status
 from common.wire import Op
 from doca_shims.api import Opcode, SendRequest, Sge
-from host_agent.core import AgentCore
-from host_agent.link import RegionLink
+from host_agent.core import AgentCore, Share
+from host_agent.link import SEND_SGES_MAX, RegionLink
 from host_agent.memory import Spans
-from host_agent.operation import Operation, Positions, Request
+from host_agent.operation import Operation, Request
 from host_agent.registration import Grants
 from host_agent.results import BlockResults
 
@@ -33,15 +33,12 @@ _USABLE_SHARE: Final = 0.9
 class Lease:
     """Leases on the blocks of one batch; `status` says which were granted. Released on leaving the context."""
 
-    def __init__(
-        self, core: AgentCore, operation: Operation, shares: list[tuple[RegionLink, Positions]], asked_ns: int
-    ) -> None:
+    def __init__(self, core: AgentCore, operation: Operation, shares: list[Share], asked_ns: int) -> None:
         self._core = core
         self._answers = operation.answers
         self._links: list[RegionLink | None] = [None] * len(operation.answers)
         self._grants: list[Grants | None] = [None] * len(operation.answers)
-        for link, positions in shares:
-            grants = link.grants
+        for link, positions, grants in shares:
             for index in np.arange(len(operation.answers))[positions]:
                 self._links[index], self._grants[index] = link, grants
         usable_ns = (operation.answers["duration_ms"] * (1e6 * _USABLE_SHARE)).astype(np.int64)
@@ -177,7 +174,7 @@ def _reads(
     spans: Spans, place: int, grants: Grants, remote_address: int, rkey: int, length_bytes: int
 ) -> list[SendRequest]:
     """READs of up to `length_bytes` from the frame into the pieces of one block."""
-    max_sge = grants.domain.fabric.caps.max_sge
+    max_sge = min(SEND_SGES_MAX, grants.domain.fabric.caps.max_sge)
     first, last = (place, place + 1) if spans.starts is None else (int(n) for n in spans.starts[place : place + 2])
     reads: list[SendRequest] = []
     sges: list[Sge] = []

@@ -40,6 +40,8 @@ _READ_ID = 1 << 40
 """wr_ids from here are one-sided READs; below they are capsule places."""
 SEND_QUEUE_READS = 64
 """Send queue slots for READs, beside those of capsules."""
+SEND_SGES_MAX = 16
+"""Elements of one work request, where the device allows as many."""
 _SIGNAL_EVERY = 32
 """One capsule in so many asks for a completion: an answer implies that its request was sent."""
 SEND_QUEUE_SLOTS = SEND_QUEUE_READS + 2 * _SIGNAL_EVERY

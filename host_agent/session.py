@@ -26,7 +26,7 @@ from doca_shims.api import Clock, Fabric, QueueLimits, ShimError
 from host_agent.backoff import NS_PER_S, Backoff
 from host_agent.capsules import CapsuleBuffers
 from host_agent.config import AgentSettings
-from host_agent.link import SEND_QUEUE_SLOTS, Poller, RegionLink
+from host_agent.link import SEND_QUEUE_SLOTS, SEND_SGES_MAX, Poller, RegionLink
 from host_agent.memory import MemoryTable
 from host_agent.registration import Domain, Fabrics, Grants, add_all
 
@@ -334,7 +334,7 @@ class DpuSession:
     def _connect_over(self, session: _Open, region: _Region, domain: Domain, address: str) -> None:
         caps = domain.fabric.caps
         count = min(self._settings.capsules_in_flight, caps.max_recv_wr)
-        limits = QueueLimits(min(count + SEND_QUEUE_SLOTS, caps.max_send_wr), count, min(16, caps.max_sge))
+        limits = QueueLimits(min(count + SEND_QUEUE_SLOTS, caps.max_send_wr), count, min(SEND_SGES_MAX, caps.max_sge))
         timeout_s = min(self._settings.control_timeout_s, session.ttl_s / _KEEP_ALIVES_PER_TTL)
         buffers = CapsuleBuffers(domain.fabric, domain.pd, count)
         try:
