@@ -15,12 +15,12 @@ import sys
 from pathlib import Path
 
 import click
-from doca_shims.registry import create_fabric
 
 from common.clock import SystemClock
 from common.errors import EntresolError, InternalError, UnavailableError
 from common.log import configure
 from doca_shims.api import Fabric, FlashDevice, Memory, ShimError
+from doca_shims.registry import create_fabric
 from dpu_app.config import RegionSettings, WorkerConfig
 from dpu_app.flash.open import create_flash_file, open_flash
 from dpu_app.peer import Peer
