@@ -33,7 +33,6 @@ EXIT_CLEAN = 0
 EXIT_UNCLEAN = 1
 """Everything was closed, but a worker had to be killed or not all blocks reached flash."""
 SERVER_GRACE_S = 1.0
-PRIVATE_UMASK = 0o077
 _LOG = logging.getLogger(__name__)
 
 
@@ -73,7 +72,6 @@ class Supervisor:
 
     async def run(self) -> int:
         """Serve until stopped. The exit code. Raises UserError, LowerLayerError where it cannot start."""
-        os.umask(PRIVATE_UMASK)
         with StateDir(self._config.state_dir) as state:
             identity = control_pb2.Identity(
                 id=state.dpu_id(), name=self._config.name, version=version(), incarnation=uuid.uuid4().hex

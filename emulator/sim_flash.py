@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import mmap
 import os
 import random
 import zlib
@@ -92,8 +93,13 @@ class Media:
         while done < len(data):
             number, start = divmod(offset_bytes + done, _PAGE_BYTES)
             count = min(_PAGE_BYTES - start, len(data) - done)
-            page = self.pages.setdefault(number, bytearray(_PAGE_BYTES))
-            page[start : start + count] = data[done : done + count]
+            piece = data[done : done + count]
+            page = self.pages.get(number)
+            if page is not None:
+                page[start : start + count] = piece
+            elif any(piece):
+                page = self.pages[number] = bytearray(_PAGE_BYTES)
+                page[start : start + count] = piece
             done += count
 
     def flip_bit(self, offset_bytes: int, bit: int) -> None:
@@ -103,6 +109,21 @@ class Media:
 
     def copy(self) -> Media:
         return Media(self.capacity_bytes, {number: bytearray(page) for number, page in self.pages.items()})
+
+
+class SimMemory:
+    """A `Memory` of this process alone: page-aligned and zeroed."""
+
+    def __init__(self, length_bytes: int) -> None:
+        self._map = mmap.mmap(-1, length_bytes)
+        self.view = memoryview(self._map)
+        self.length_bytes = length_bytes
+        self.page_bytes = mmap.PAGESIZE
+        self.fd: int | None = None
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+
+    def close(self) -> None:
+        self.view.release()
 
 
 @dataclass

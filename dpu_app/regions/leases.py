@@ -51,7 +51,7 @@ class Leases:
         settings = context.settings
         slot = context.window.slot[frame]
         length = int(context.catalogue.index.length[slot])
-        wanted_ms = int(batch.capsule.entries["argument"][entry]) or settings.lease_default_ms
+        wanted_ms = batch.rows[entry][3] or settings.lease_default_ms
         duration_ms = min(wanted_ms, settings.lease_max_ms)
         connection = batch.connection
         try:
@@ -76,7 +76,7 @@ class Leases:
 
     def release(self, batch: Batch) -> None:
         """RELEASE: a lease that is gone already, or another's, is a MISS."""
-        for entry, row in enumerate(batch.capsule.entries.tolist()):
+        for entry, row in enumerate(batch.rows):
             lease = self._leases.get(row[0])
             if lease is None or lease.connection is not batch.connection or lease.generation != row[1]:
                 batch.resolve(entry, Status.MISS)

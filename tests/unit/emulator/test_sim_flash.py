@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
-import mmap
+from typing import Any
 
 import pytest
 
 from doca_shims import flash_contract
 from doca_shims.api import FlashCompletion, FlashOp, FlashRequest
-from emulator.sim_flash import SECTOR_BYTES, Fault, FaultKind, FaultPlan, Media, SimFlash
+from emulator.sim_flash import SECTOR_BYTES, Fault, FaultKind, FaultPlan, Media, SimFlash, SimMemory
 
 CAPACITY_BYTES = 1 << 20
 PLANNED = [
@@ -18,22 +17,14 @@ PLANNED = [
 ]
 
 
-class AnonymousMemory:
-    def __init__(self, length_bytes: int) -> None:
-        self._map = mmap.mmap(-1, length_bytes)
-        self.view = memoryview(self._map)
-        self.length_bytes = length_bytes
-        self.page_bytes = mmap.PAGESIZE
-        self.fd: int | None = None
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-
-    def close(self) -> None:
-        self.view.release()
+def _plan(chance: float, *faults: str) -> FaultPlan:
+    chances: dict[str, Any] = dict.fromkeys(faults, chance)
+    return dataclasses.replace(FaultPlan(), **chances)
 
 
 def _contract_violations(plan: FaultPlan, seed: int) -> int:
     media = Media(CAPACITY_BYTES)
-    target = flash_contract.FlashUnderTest(lambda: SimFlash(media, seed, plan), AnonymousMemory)
+    target = flash_contract.FlashUnderTest(lambda: SimFlash(media, seed, plan), SimMemory)
     count = 0
     for check in flash_contract.CHECKS:
         try:
@@ -45,17 +36,18 @@ def _contract_violations(plan: FaultPlan, seed: int) -> int:
 
 @pytest.mark.parametrize("delay_polls_max", [0, 3])
 def test_keeps_the_contract_without_faults(delay_polls_max: int) -> None:
-    assert sum(_contract_violations(FaultPlan(delay_polls_max=delay_polls_max), seed) for seed in range(5)) == 0
+    plan = FaultPlan(delay_polls_max=delay_polls_max)
+    assert [_contract_violations(plan, seed) for seed in range(5)] == [0] * 5
 
 
 @pytest.mark.parametrize("fault", PLANNED)
 def test_the_contract_sees_each_planned_fault(fault: str) -> None:
-    assert sum(_contract_violations(FaultPlan(**{fault: 0.1}), seed) for seed in range(3)) > 0
+    assert sum(_contract_violations(_plan(0.1, fault), seed) for seed in range(3)) > 0
 
 
 def _workload(seed: int, plan: FaultPlan) -> tuple[list[FlashCompletion], list[Fault], dict[int, bytearray]]:
     device = SimFlash(Media(CAPACITY_BYTES), seed, plan)
-    memory = AnonymousMemory(1 << 16)
+    memory = SimMemory(1 << 16)
     device.register_memory(memory)
     memory.view[:] = bytes(index * 7 % 251 for index in range(1 << 16))
     done: list[FlashCompletion] = []
@@ -68,7 +60,7 @@ def _workload(seed: int, plan: FaultPlan) -> tuple[list[FlashCompletion], list[F
 
 
 def test_a_seed_repeats() -> None:
-    plan = FaultPlan(**dict.fromkeys(PLANNED, 0.05), delay_polls_max=4)
+    plan = dataclasses.replace(_plan(0.05, *PLANNED), delay_polls_max=4)
     assert _workload(5, plan) == _workload(5, plan)
     assert _workload(5, plan) != _workload(6, plan)
 
@@ -77,7 +69,7 @@ def test_a_crash_tears_by_sectors_what_was_in_flight() -> None:
     shapes = set()
     for seed in range(60):
         device = SimFlash(Media(CAPACITY_BYTES), seed)
-        memory = AnonymousMemory(4096)
+        memory = SimMemory(4096)
         device.register_memory(memory)
         memory.view[:] = b"\xff" * 4096
         device.submit([FlashRequest(1, FlashOp.WRITE, 0, memory.address, 4096)])
@@ -91,7 +83,7 @@ def test_a_crash_tears_by_sectors_what_was_in_flight() -> None:
 
 def test_memory_that_changes_under_a_write_is_told() -> None:
     device = SimFlash(Media(CAPACITY_BYTES), 1)
-    memory = AnonymousMemory(4096)
+    memory = SimMemory(4096)
     device.register_memory(memory)
     device.submit([FlashRequest(1, FlashOp.WRITE, 8192, memory.address, 4096)])
     memory.view[7] = 1
