@@ -44,7 +44,7 @@ class Replayer:
         self._client = client
         self._shape = shape
         self._digest = record.digest()
-        self._namespace = client.namespace(record)
+        self._namespace = client.namespace(record, shape.block_bytes)
         self._batch_blocks = batch_blocks
         self._memory = client.allocate(batch_blocks * shape.block_bytes)
         self._pattern = BlockPattern(shape.block_bytes)

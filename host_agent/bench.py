@@ -22,6 +22,7 @@ import numpy as np
 from common.errors import UserError
 from common.identity import UNKNOWN, NamespaceRecord
 from common.status import BlockState, Status
+from common.wire import StatId
 from host_agent.block_pattern import BlockPattern
 from host_agent.client import Client
 from host_agent.limits import SocketPeer, memmove_s
@@ -101,7 +102,7 @@ class Bench:
         self._client = client
         self._settings = settings
         self._told = told
-        self._namespace = client.namespace(_bench_record(tenant))
+        self._namespace = client.namespace(_bench_record(tenant), max(settings.block_bytes))
         self._pattern = BlockPattern(max(settings.block_bytes))
         self._limits: dict[tuple[int, int], dict[str, list[float]]] = {}
         self._wrong: list[str] = []
@@ -173,7 +174,7 @@ class Bench:
 
     def _cold(self, source: Any, destination: Any, size: int) -> list[Cell]:
         """More blocks than there are frames: those that LOOKUP says are on flash only are cold."""
-        frames = sum(int(stats.get("FRAMES", 0)) for stats in self._client.stat().values())
+        frames = sum(stats.get(StatId.FRAMES, 0) for stats in self._client.stat().values())
         step = self._settings.blocks
         keys: list[bytes] = []
         cells = [Cell("retrieve_cold", size, batch, blocks=step) for batch in self._settings.batches]
@@ -208,7 +209,7 @@ class Bench:
             part = keys[start : start + batch]
             places = memory.blocks(np.arange(start, start + len(part)), cell.block_bytes)
             started = perf_counter()
-            results = call(self._namespace, part, places)
+            results = call(self._namespace, part, places, verify=self._settings.verify)
             times.append(perf_counter() - started)
             cell.other_answers.update({s.name: n for s, n in results.counts().items() if s is not Status.OK})
         cell.rounds.append(times)
