@@ -204,11 +204,12 @@ def readiness_follows_completions(target: FlashUnderTest) -> None:
         for _ in range(20):
             session.device.submit([session.request(tag, FlashOp.READ, tag, tag) for tag in range(8)])
             left = 8
-            while left:
+            while left > 0:
                 _require(session.readable(WAIT_S), "completions wait, but the descriptor is not readable")
                 done = session.device.poll()
                 _require(bool(done), "readable, but poll has nothing")
                 left -= len(done)
+            _require(left == 0, "more completions than requests")
             _require(not session.readable(), "still readable after all was polled")
 
 

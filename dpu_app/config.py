@@ -58,8 +58,11 @@ class FlashSettings:
 class AdmissionSettings:
     """The filter that limits flash wear, by its name in `dpu_app.regions.admission`."""
 
-    policy: str = "off"
-    options: dict[str, str] = field(default_factory=dict)
+    policy: str = "all"
+    """"all", or "second_request": only what is stored a second time within `window_s`."""
+    keys: Annotated[int, Between(1024, None)] = 1 << 20
+    """How many keys are remembered."""
+    window_s: DurationS = 3600.0
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ class RegionSettings:
     page_bytes: SizeBytes = BLOCK_BYTES
     """Of the window's memory; 2MiB for huge pages."""
     flash: FlashSettings = FlashSettings()
-    eviction: str = "s3-fifo"
+    eviction: str = "s3fifo"
     """By its name in `dpu_app.regions.eviction`."""
     admission: AdmissionSettings = AdmissionSettings()
     dirty_fraction: Fraction = 0.75
@@ -153,8 +156,8 @@ class DpuConfig:
     state_dir: Path
     """Private to the user: run.json, the regions made by RPC, sockets. Made if absent."""
     fabric: FabricSettings
-    listen: str = "127.0.0.1:0"
-    """gRPC: host:port, or unix:PATH with {state_dir} filled in."""
+    listen: str = "unix:{state_dir}/control.sock"
+    """gRPC: unix:PATH, which only this user reaches, or host:port. {state_dir} is filled in."""
     allow_remote: bool = False
     """Needed for a `listen` beyond this machine: there is no authentication but the tenant's name."""
     session_ttl_s: Annotated[DurationS, Between(0.1, 3600)] = 6.0

@@ -70,7 +70,8 @@ def describe_error(error: BaseException) -> Message:
         return {"kind": "lower", "message": str(error), "operation": operation, "errno": error.errno or 0}
     if isinstance(error, LowerLayerError):
         return {"kind": "lower", "message": str(error), "operation": error.operation, "errno": error.errno}
-    return {"kind": "internal", "message": str(error) or type(error).__name__}
+    kind = "deadline" if isinstance(error, DeadlineError) else "internal"
+    return {"kind": kind, "message": str(error) or type(error).__name__}
 
 
 def error_from(description: Message) -> EntresolError:
@@ -82,7 +83,7 @@ def error_from(description: Message) -> EntresolError:
         error = LowerLayerError(str(description.get("operation", "")), int(description.get("errno", 0)))
         error.args = (message,)
         return error
-    return InternalError(message)
+    return DeadlineError(message) if kind == "deadline" else InternalError(message)
 
 
 class _Socket:
@@ -213,20 +214,28 @@ class SupervisorEnd:
         """The first message: what the worker is to serve. Raises ChannelClosedError."""
         self._send({"event": "start", "config": config})
 
-    async def call(self, method: str, params: Message, timeout_s: float) -> Message:
-        """The result. Raises what the worker answered (UserError, LowerLayerError, InternalError), DeadlineError
-        when no answer came in time, ChannelClosedError when the worker is gone."""
+    def call(self, method: str, params: Message, timeout_s: float) -> asyncio.Future[Message]:
+        """Sends the request before it returns, so that calls reach the worker in the order they were made; await
+        the result. Raises, when awaited, what the worker answered (UserError, LowerLayerError, InternalError),
+        DeadlineError when no answer came in time, ChannelClosedError when the worker is gone."""
         request_id = self._next_id
         self._next_id += 1
         answer: asyncio.Future[Message] = self._loop.create_future()
-        self._calls[request_id] = answer
         try:
             self._send({"id": request_id, "method": method, "params": params})
-            return await asyncio.wait_for(answer, timeout_s)
-        except (asyncio.TimeoutError, TimeoutError) as error:
-            raise DeadlineError(f"the region worker did not answer {method} within {timeout_s:g} s") from error
-        finally:
+        except EntresolError as error:
+            answer.set_exception(error)
+            return answer
+        self._calls[request_id] = answer
+        late = DeadlineError(f"the region worker did not answer {method} within {timeout_s:g} s")
+        timer = self._loop.call_later(timeout_s, _fail, answer, late)
+
+        def ended(_: asyncio.Future[Message]) -> None:
+            timer.cancel()
             self._calls.pop(request_id, None)
+
+        answer.add_done_callback(ended)
+        return answer
 
     def close(self) -> None:
         """Idempotent. Calls under way end with ChannelClosedError."""
@@ -237,8 +246,7 @@ class SupervisorEnd:
         self._loop.remove_writer(self._socket.fileno())
         self._socket.close()
         for answer in self._calls.values():
-            if not answer.done():
-                answer.set_exception(ChannelClosedError("the region worker is gone"))
+            _fail(answer, ChannelClosedError("the region worker is gone"))
 
     def _send(self, message: Message) -> None:
         if self._closed:
@@ -290,6 +298,11 @@ class SupervisorEnd:
         if not self._closed:
             self.close()
             self._on_closed()
+
+
+def _fail(answer: asyncio.Future[Message], error: EntresolError) -> None:
+    if not answer.done():
+        answer.set_exception(error)
 
 
 def socketpair() -> tuple[socket.socket, socket.socket]:

@@ -7,21 +7,31 @@ is still under way for a closed batch must not touch the requester's memory any 
 from __future__ import annotations
 
 import heapq
+import struct
 from collections.abc import Callable
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from common.status import BlockState, Status
-from common.wire import RESPONSE_LAYOUT, Capsule, Flags, Op, encode
-from dpu_app.regions.memory_list import Piece
+from common.wire import RESPONSE_LAYOUT, Capsule, Flags, encode
+from dpu_app.regions.memory_list import Piece, Row
 
 if TYPE_CHECKING:
     from dpu_app.regions.load_path import Load
     from dpu_app.regions.sessions import Connection
 
 OPEN = 255
+_UNTIL_FLASH = int(Flags.UNTIL_FLASH)
+_RESULT = struct.Struct("<BBHIQ")
+_TEMPLATES = {
+    layout: bytes([OPEN]).ljust(layout.itemsize, b"\0")
+    for layout in set(RESPONSE_LAYOUT.values())
+    if layout.names and layout.names[0] == "status"
+}
+"""One unanswered entry of each response layout."""
 
 
 class Batch:
@@ -29,40 +39,44 @@ class Batch:
         self, connection: Connection, capsule: Capsule, deadline_ns: int, answer: Callable[[Batch, bytes], None]
     ) -> None:
         count = len(capsule.entries)
+        layout = RESPONSE_LAYOUT[capsule.op]
         self.connection = connection
         self.capsule = capsule
+        self.op = capsule.op
+        self.until_flash = bool(capsule.flags & _UNTIL_FLASH)
         self.deadline_ns = deadline_ns
         self.closed = False
         self.remaining = count
         self.loads: set[Load] = set()
-        self.results = np.zeros(count, RESPONSE_LAYOUT[capsule.op])
-        self.status: npt.NDArray[np.uint8] = self.results["status"]
-        self.status[:] = OPEN
         self.aux = 0
-        self._answer = answer
         self.memory: list[list[Piece]] = []
         """Per entry the client memory it names; for operations that move data."""
+        self._answer = answer
+        self._size = layout.itemsize
+        self._buffer = bytearray(_TEMPLATES[layout] * count)
+        self.results = np.frombuffer(self._buffer, layout)
+        """The response's entries, writable; a `status` of OPEN is not answered yet."""
 
-    @property
-    def op(self) -> Op:
-        return self.capsule.op
-
-    @property
-    def until_flash(self) -> bool:
-        return bool(self.capsule.flags & Flags.UNTIL_FLASH)
+    @cached_property
+    def rows(self) -> list[Row]:
+        """The request's entries as Python tuples, for what handles them one by one."""
+        return self.capsule.entries.tolist()  # type: ignore[no-any-return]
 
     def open_entries(self) -> list[int]:
-        return np.flatnonzero(self.status == OPEN).tolist()  # type: ignore[no-any-return]
+        statuses = self._buffer[:: self._size]
+        return [entry for entry, status in enumerate(statuses) if status == OPEN]
 
     def resolve(
-        self, entry: int, status: Status, state: BlockState = BlockState.ABSENT, length: int = 0, checksum: int = 0
+        self, entry: int, status: Status, state: int = BlockState.ABSENT, length: int = 0, checksum: int = 0
     ) -> None:
-        """Answer one entry; the first answer stands."""
-        if self.closed or self.status[entry] != OPEN:
+        """Answer one entry, and the whole request with the last; the first answer stands."""
+        if self.closed or self._buffer[entry * self._size] != OPEN:
             return
-        self.status[entry] = status
-        if length or state:
+        if self._size == _RESULT.size:
+            _RESULT.pack_into(self._buffer, entry * _RESULT.size, status, state, 0, length, checksum)
+        else:
             row = self.results[entry]
+            row["status"] = status
             row["state"] = state
             row["length"] = length
             row["checksum"] = checksum
@@ -70,30 +84,17 @@ class Batch:
         if self.remaining == 0:
             self.close()
 
-    def resolve_many(
-        self,
-        entries: list[int],
-        status: Status,
-        states: npt.NDArray[np.uint8],
-        lengths: list[int],
-        checksums: list[int],
-    ) -> None:
-        """`resolve` for several entries, all of which are open."""
-        if self.closed:
-            return
-        results = self.results
-        results["state"][entries] = states
-        results["length"][entries] = lengths
-        results["checksum"][entries] = checksums
-        self.status[entries] = status
+    def resolve_all(self, entries: list[int], status: Status) -> None:
+        """Answer open entries alike. The caller closes the batch when nothing remains."""
+        size = self._size
+        for entry in entries:
+            self._buffer[entry * size] = status
         self.remaining -= len(entries)
-        self.close_if_done()
 
-    def resolve_where(self, mask: npt.NDArray[np.bool_], status: Status) -> None:
-        """Answer the open entries of `mask` alike. The caller closes the batch when nothing remains."""
-        chosen = mask & (self.status == OPEN)
-        self.status[chosen] = status
-        self.remaining -= int(np.count_nonzero(chosen))
+    def resolve_vector(self, statuses: npt.NDArray[np.uint8]) -> None:
+        """Answer every entry of a batch of which none is answered."""
+        self.results["status"] = statuses
+        self.remaining = 0
 
     def close_if_done(self) -> None:
         if self.remaining == 0 and not self.closed:
@@ -103,9 +104,7 @@ class Batch:
         """Answer; entries still open get `rest`."""
         if self.closed:
             return
-        if self.remaining:
-            self.status[self.status == OPEN] = rest
-            self.remaining = 0
+        self.resolve_all(self.open_entries() if self.remaining else [], rest)
         self.closed = True
         self._answer(self, self.encode())
 
@@ -114,8 +113,7 @@ class Batch:
         self.closed = True
 
     def encode(self) -> bytes:
-        capsule = self.capsule
-        return encode(capsule.op, capsule.request_id, self.results, flags=Flags.RESPONSE, aux=self.aux)
+        return encode(self.op, self.capsule.request_id, self.results, flags=Flags.RESPONSE, aux=self.aux)
 
 
 class Deadlines:

@@ -7,16 +7,17 @@ Owned by the region engine; the store and load paths call it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from common.status import BlockState
-from common.wire import StatId
+from common.wire import Entries, StatId
 from doca_shims.api import Clock, FlashCaps, FlashOp
 from dpu_app.regions.flash_queue import FlashJob, FlashQueue, Priority
 from dpu_app.regions.index import USED
+from dpu_app.regions.memory_list import KEY_HI, KEY_LO, NAMESPACE, Row
 from dpu_app.regions.recovery import OpenRegion
 from dpu_app.regions.slot_table import encode_page
 from dpu_app.regions.stats import Stats
@@ -67,6 +68,8 @@ class Catalogue:
         """slot -> monotonic expiry in ns."""
         self.table = TableWriter(self.geometry, window, queue, stats, self._encode_page)
         self._salt = region.superblock.salt
+        for page in region.dirty_pages:
+            self.table.mark_stale(page * ENTRIES_PER_PAGE)
         self._window = window
         self._queue = queue
         self._discard = caps.discard
@@ -75,14 +78,27 @@ class Catalogue:
         self._pins_max = pins_max
         self._discards: list[int] = []
         self._discarding = 0
+        self._clearing = 0
         self._has_ttl = bool(self.index.expires_s.any())
         self._sweep_at = 0
 
     # ---------------------------------------------------------------- looking
 
-    def find(self, key_lo: npt.NDArray[np.uint64], key_hi: npt.NDArray[np.uint64], namespaces: Slots) -> Slots:
+    def find_each(self, rows: Sequence[Row], handles: Mapping[int, int]) -> list[int]:
+        """`find` for a few entries, where one look-up after the other beats numpy's fixed cost."""
+        slots = []
+        for row in rows:
+            namespace = handles.get(row[NAMESPACE], -1)
+            slot = self.index.find_one(row[KEY_LO], row[KEY_HI], namespace) if namespace >= 0 else -1
+            if slot >= 0 and self._has_ttl and len(self._expired_of(np.array([slot]))):
+                self._expire(slot)
+                slot = -1
+            slots.append(slot)
+        return slots
+
+    def find(self, entries: Entries, namespaces: Slots) -> Slots:
         """Slots of a batch of keys, -1 where absent or expired."""
-        slots = self.index.find(key_lo, key_hi, namespaces)
+        slots = self.index.find(entries["key_lo"], entries["key_hi"], namespaces)
         if self._has_ttl:
             for slot in self._expired_of(slots[slots >= 0]).tolist():
                 self._expire(slot)
@@ -90,7 +106,7 @@ class Catalogue:
         return slots
 
     def state_of(self, slot: int) -> BlockState:
-        return BlockState(int(self._window.block_state[slot]))
+        return BlockState(self._window.state_of[slot])
 
     def states_of(self, slots: Slots) -> npt.NDArray[np.uint8]:
         """BlockState of each slot; ABSENT for -1."""
@@ -194,10 +210,12 @@ class Catalogue:
             return
 
         def written(error: int) -> None:
+            self._clearing -= 1
             self._retire(slot)
             for waiter in waiters:
                 waiter(error)
 
+        self._clearing += 1
         self.table.mark(slot, written)
 
     def _retire(self, slot: int) -> None:
@@ -227,8 +245,10 @@ class Catalogue:
 
     @property
     def slots_in_transit(self) -> int:
-        """Slots that are neither free in the index nor hold one of its blocks, because of a discard."""
-        return len(self._discards) + self._discarding
+        """Slots that are neither free in the index nor hold one of its blocks: forgotten while they were being
+        flushed, having their entry cleared, or being discarded."""
+        abandoned = sum(record.abandoned is not None for record in self.unflushed.values())
+        return abandoned + self._clearing + len(self._discards) + self._discarding
 
     def start_discards(self, everything: bool = False) -> None:
         """Hand freed slots to the device in batches of neighbours; they are free again afterwards."""
@@ -283,7 +303,8 @@ class Catalogue:
     def _expired_of(self, slots: Slots) -> Slots:
         expires = self.index.expires_s[slots]
         now_s = self._clock.wall_ns() // NS_PER_S
-        return slots[(expires != 0) & (expires <= now_s)]
+        expired: Slots = slots[(expires != 0) & (expires <= now_s)]
+        return expired
 
     def _expire(self, slot: int) -> None:
         """An expired block is invisible at once; it stays in place while something still reads it."""

@@ -250,7 +250,7 @@ class RegionEngine:
 
     def _cancel(self, batch: Batch) -> None:
         """CANCEL: the named requests of this connection are answered as they stand, the rest CANCELLED."""
-        for entry, (request_id,) in enumerate(batch.capsule.entries.tolist()):
+        for entry, (request_id,) in enumerate(batch.rows):
             target = batch.connection.batches.get(request_id)
             if target is None or target is batch:
                 batch.resolve(entry, Status.MISS)

@@ -6,6 +6,8 @@ deleted block does not come back after a crash.
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import numpy.typing as npt
 
@@ -14,10 +16,12 @@ from common.wire import LIST_RESULT, Capsule, Flags, Op, StatId, encode
 from dpu_app.regions.batch import Batch
 from dpu_app.regions.catalogue import NS_PER_S, Slots
 from dpu_app.regions.context import Context
+from dpu_app.regions.presence import find, find_slots
 from dpu_app.regions.sessions import Session
 
 LIST_MAX = 512
 PIN_DEFAULT_S = 300
+_ARGUMENT = 3
 
 
 class KeyOperations:
@@ -26,57 +30,46 @@ class KeyOperations:
 
     def lookup(self, batch: Batch) -> None:
         context = self._context
-        slots, present = self._find(batch)
-        found = batch.status == Status.OK
+        slots, found = self._find(batch)
+        present = slots[found]
         batch.results["state"] = context.catalogue.states_of(slots)
-        batch.results["length"][present] = context.catalogue.index.length[slots[present]]
-        count = len(found)
-        batch.aux = count if found.all() else int(np.argmin(found))
+        batch.results["length"][found] = context.catalogue.index.length[present]
+        count = len(slots)
+        batch.aux = count if len(present) == count else int(np.argmin(found))
         context.stats.add(StatId.LOOKUPS, count)
-        context.stats.add(StatId.LOOKUP_HITS, int(np.count_nonzero(found)))
-        batch.close_if_done()
+        context.stats.add(StatId.LOOKUP_HITS, len(present))
 
     def touch(self, batch: Batch) -> None:
-        slots, present = self._find(batch)
-        if present.any():
-            self._context.catalogue.policy.on_hit(slots[present])
-        batch.close_if_done()
+        slots, found = self._find(batch)
+        if found.any():
+            self._context.catalogue.policy.on_hit(slots[found])
 
     def pin(self, batch: Batch) -> None:
-        slots, present = self._find(batch)
-        for entry in np.flatnonzero(present).tolist():
-            ttl_s = int(batch.capsule.entries["argument"][entry]) or PIN_DEFAULT_S
+        slots, found = self._find(batch)
+        for entry in np.flatnonzero(found).tolist():
+            ttl_s = batch.rows[entry][_ARGUMENT] or PIN_DEFAULT_S
             if not self._context.catalogue.pin(int(slots[entry]), ttl_s):
-                batch.status[entry] = Status.NO_SPACE
-        batch.close_if_done()
+                batch.results["status"][entry] = Status.NO_SPACE
 
     def unpin(self, batch: Batch) -> None:
-        slots, present = self._find(batch)
-        for slot in slots[present].tolist():
+        slots, found = self._find(batch)
+        for slot in slots[found].tolist():
             self._context.catalogue.unpin(slot)
-        batch.close_if_done()
 
     def _find(self, batch: Batch) -> tuple[Slots, npt.NDArray[np.bool_]]:
         """Slots of the batch's keys and which are present; every entry is answered OK, MISS or DENIED."""
-        context = self._context
-        entries = batch.capsule.entries
-        namespaces = batch.connection.session.namespace_ids(entries["namespace"])
-        slots = context.catalogue.find(entries["key_lo"], entries["key_hi"], namespaces)
-        present = slots >= 0
-        batch.status[:] = np.where(present, np.uint8(Status.OK), np.uint8(Status.MISS))
-        denied = namespaces < 0
-        if denied.any():
-            context.stats.add(StatId.DENIED, int(np.count_nonzero(denied)))
-            batch.status[denied] = Status.DENIED
-        batch.remaining = 0
-        return slots, present
+        slots = np.asarray(find_slots(self._context, batch), np.int64)
+        found = slots >= 0
+        if batch.remaining == len(slots):
+            batch.resolve_vector(np.where(found, np.uint8(Status.OK), np.uint8(Status.MISS)))
+        else:
+            for entry in batch.open_entries():
+                batch.resolve_all([entry], Status.OK if found[entry] else Status.MISS)
+        return slots, found
 
     def delete(self, batch: Batch) -> None:
         context = self._context
-        entries = batch.capsule.entries
-        namespaces = batch.connection.session.namespace_ids(entries["namespace"])
-        batch.resolve_where(namespaces < 0, Status.DENIED)
-        slots = context.catalogue.find(entries["key_lo"], entries["key_hi"], namespaces).tolist()
+        slots = find(context, batch)
         gone: set[int] = set()
         for entry in batch.open_entries():
             slot = slots[entry]
@@ -87,8 +80,7 @@ class KeyOperations:
             else:
                 gone.add(slot)
                 context.stats.add(StatId.DELETES)
-                context.catalogue.forget(slot, lambda error, entry=entry: self._deleted(batch, entry, error))  # type: ignore[misc]
-        batch.close_if_done()
+                context.catalogue.forget(slot, partial(self._deleted, batch, entry))
 
     @staticmethod
     def _deleted(batch: Batch, entry: int, error: int) -> None:

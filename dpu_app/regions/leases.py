@@ -50,8 +50,8 @@ class Leases:
         context = self._context
         settings = context.settings
         slot = context.window.slot[frame]
-        length = int(context.catalogue.index.length[slot])
-        wanted_ms = int(batch.capsule.entries["argument"][entry]) or settings.lease_default_ms
+        length = context.catalogue.index.length_of[slot]
+        wanted_ms = batch.rows[entry][3] or settings.lease_default_ms
         duration_ms = min(wanted_ms, settings.lease_max_ms)
         connection = batch.connection
         try:
@@ -71,12 +71,12 @@ class Leases:
         row["generation"] = lease.generation
         row["lease_id"] = lease.lease_id
         row["duration_ms"] = duration_ms
-        checksum = int(context.catalogue.index.checksum[slot])
+        checksum = context.catalogue.index.checksum_of[slot]
         batch.resolve(entry, Status.OK, context.catalogue.state_of(slot), length, checksum)
 
     def release(self, batch: Batch) -> None:
         """RELEASE: a lease that is gone already, or another's, is a MISS."""
-        for entry, row in enumerate(batch.capsule.entries.tolist()):
+        for entry, row in enumerate(batch.rows):
             lease = self._leases.get(row[0])
             if lease is None or lease.connection is not batch.connection or lease.generation != row[1]:
                 batch.resolve(entry, Status.MISS)

@@ -8,24 +8,29 @@ not at all is a miss that frees the slot. A load nobody waits for any more is wi
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import xxhash
 
-from common.status import Status
+from common.status import BlockState, Status
 from common.wire import EntryFlags, Flags, Op, StatId
-from doca_shims.api import FlashOp, Opcode, SendRequest, Sge
+from doca_shims.api import FlashOp, Opcode, SendFlags, SendRequest, Sge
 from dpu_app.regions import memory_list
 from dpu_app.regions.batch import Batch
 from dpu_app.regions.context import Context
 from dpu_app.regions.flash_queue import FlashJob, Priority
-from dpu_app.regions.memory_list import Piece
+from dpu_app.regions.memory_list import FLAGS, LENGTH, OFFSET
+from dpu_app.regions.presence import FEW, find
 from dpu_app.regions.sessions import TRANSFER_WRS_MAX, Transfer
 from dpu_app.regions.window import FrameState, aligned_length
 
 Staged = Callable[[Batch, int, int], None]
 """Called with (batch, entry, frame) when the entry's block is whole in that frame."""
+
+
+_TO_HOST = int(Flags.TO_HOST)
+_WANT_CHECKSUM = int(EntryFlags.WANT_CHECKSUM)
 
 
 class Load:
@@ -58,58 +63,50 @@ class LoadPath:
 
     def start(self, batch: Batch) -> None:
         """RETRIEVE and PREFETCH."""
-        context = self._context
-        capsule = batch.capsule
-        entries = capsule.entries
         prefetch = batch.op is Op.PREFETCH
-        deliver = not prefetch or bool(capsule.flags & Flags.TO_HOST)
-        context.stats.add(StatId.PREFETCHES if prefetch else StatId.RETRIEVES, len(entries))
+        self._context.stats.add(StatId.PREFETCHES if prefetch else StatId.RETRIEVES, len(batch.rows))
         slots = self.find(batch)
-        if not deliver:
-            self.stage(batch, slots, Priority.PREFETCH, self._staged_on_dpu)
-            return
-        if not self._place(batch, slots):
-            batch.close_if_done()
-            return
-        self.stage(batch, slots, Priority.PREFETCH if prefetch else Priority.DEMAND, self._deliver)
+        priority = Priority.PREFETCH if prefetch else Priority.DEMAND
+        if prefetch and not batch.capsule.flags & _TO_HOST:
+            self.stage(batch, slots, priority, self._staged_on_dpu)
+        else:
+            self._place(batch, slots)
+            self.stage(batch, slots, priority, self._deliver)
 
-    def find(self, batch: Batch) -> list[int]:
-        """Slots of the batch's keys. Entries of foreign namespaces and absent blocks are answered."""
+    def find(self, batch: Batch) -> Sequence[int]:
+        """Slots of the batch's blocks, which count as used. Entries of foreign namespaces and absent blocks are
+        answered, and have slot -1."""
         context = self._context
-        entries = batch.capsule.entries
-        namespaces = batch.connection.session.namespace_ids(entries["namespace"])
-        denied = namespaces < 0
-        if denied.any():
-            context.stats.add(StatId.DENIED, int(np.count_nonzero(denied)))
-            batch.resolve_where(denied, Status.DENIED)
-        slots = context.catalogue.find(entries["key_lo"], entries["key_hi"], namespaces)
-        missing = (slots < 0) & ~denied
-        if missing.any():
-            context.stats.add(StatId.RETRIEVE_MISSES, int(np.count_nonzero(missing)))
-            batch.resolve_where(missing, Status.MISS)
-        present = slots[slots >= 0]
-        if len(present):
-            context.catalogue.policy.on_hit(present)
-        return slots.tolist()  # type: ignore[no-any-return]
+        slots = find(context, batch)
+        if min(slots, default=0) < 0:
+            missing = [entry for entry in batch.open_entries() if slots[entry] < 0]
+            context.stats.add(StatId.RETRIEVE_MISSES, len(missing))
+            batch.resolve_all(missing, Status.MISS)
+        present = [slot for slot in slots if slot >= 0]
+        if len(present) <= FEW:
+            for slot in present:
+                context.catalogue.policy.on_hit_one(slot)
+        else:
+            context.catalogue.policy.on_hit(np.array(present))
+        return slots
 
-    def stage(self, batch: Batch, slots: list[int], priority: Priority, staged: Staged) -> None:
-        """See to it that the block of every open entry is in a frame, and call `staged` for each."""
+    def stage(self, batch: Batch, slots: Sequence[int], priority: Priority, staged: Staged) -> None:
+        """See to it that the block of every open entry is in a frame, and call `staged` for each. Closes the batch
+        if none is open."""
         window = self._context.window
         frame_of = window.frame_of
         cold = []
-        staged_now = 0
-        for entry in batch.open_entries():
+        entries = batch.open_entries()
+        for entry in entries:
             frame = frame_of.get(slots[entry], -1)
             if frame < 0:
                 cold.append(entry)
             else:
-                staged_now += 1
                 window.touch(frame)
                 staged(batch, entry, frame)
         if batch.op is Op.RETRIEVE:
-            stats = self._context.stats
-            stats.add(StatId.RETRIEVE_COLD, len(cold))
-            stats.add(StatId.RETRIEVE_STAGED, staged_now)
+            self._context.stats.add(StatId.RETRIEVE_COLD, len(cold))
+            self._context.stats.add(StatId.RETRIEVE_STAGED, len(entries) - len(cold))
         for entry in cold:
             self._load(batch, entry, slots[entry], priority, staged)
         self.post_deliveries()
@@ -120,7 +117,7 @@ class LoadPath:
     def _load(self, batch: Batch, entry: int, slot: int, priority: Priority, staged: Staged) -> None:
         load = self._loads.get(slot)
         if load is None:
-            length = int(self._context.catalogue.index.length[slot])
+            length = self._context.catalogue.index.length_of[slot]
             load = Load(slot, length, priority)
             self._loads[slot] = load
             self._context.catalogue.loading.add(slot)
@@ -168,7 +165,7 @@ class LoadPath:
             return
         context.stats.add(StatId.FLASH_READ_BYTES, aligned_length(load.length))
         checksum = xxhash.xxh3_64_intdigest(context.window.bytes_of(load.frame, load.length))
-        if checksum != int(context.catalogue.index.checksum[load.slot]):
+        if checksum != context.catalogue.index.checksum_of[load.slot]:
             context.stats.add(StatId.CHECKSUM_MISMATCHES)
             self._lost(load)
             return
@@ -214,31 +211,27 @@ class LoadPath:
 
     # ---------------------------------------------------------------- frame -> client memory
 
-    def _place(self, batch: Batch, slots: list[int]) -> bool:
-        """Work out where each open entry's bytes go; answers those that do not fit. False when none is left."""
-        entries = batch.capsule.entries
-        index = self._context.catalogue.index
-        batch.memory, valid = memory_list.resolve(batch.capsule, self._context.catalogue.geometry.slot_bytes)
-        batch.resolve_where(~valid, Status.BAD_REQUEST)
-        chosen = batch.open_entries()
-        if not chosen:
-            return False
-        lengths = index.length[np.asarray(slots)[chosen]].tolist()
-        offsets, wanted = entries["offset"].tolist(), entries["length"].tolist()
-        for entry, length in zip(chosen, lengths):
-            count = wanted[entry] or length - offsets[entry]
-            pieces: list[Piece] | None = None
-            if count > 0 and offsets[entry] + count <= length:
-                pieces = memory_list.take(batch.memory[entry], count)
-            if pieces is None:
+    def _place(self, batch: Batch, slots: Sequence[int]) -> None:
+        """Work out where each open entry's bytes go; answers those that do not fit or overlap others."""
+        lengths = self._context.catalogue.index.length_of
+        batch.memory = [[]] * len(batch.rows)
+        placed = []
+        for entry in batch.open_entries():
+            row = batch.rows[entry]
+            length = lengths[slots[entry]]
+            offset = row[OFFSET]
+            count = row[LENGTH] or length - offset
+            if count <= 0 or offset + count > length:
                 batch.resolve(entry, Status.BAD_RANGE, length=length)
+                continue
+            pieces = memory_list.pieces_of(batch.capsule, row, count)
+            if isinstance(pieces, Status):
+                batch.resolve(entry, pieces, length=length)
             else:
                 batch.memory[entry] = pieces
-        if batch.closed:
-            return False
-        for entry in memory_list.overlapping(batch.memory, batch.open_entries()):
+                placed.append(entry)
+        for entry in memory_list.overlapping(batch.memory, placed):
             batch.resolve(entry, Status.OVERLAP)
-        return not batch.closed
 
     def _deliver(self, batch: Batch, entry: int, frame: int) -> None:
         self._context.window.hold(frame)
@@ -257,29 +250,37 @@ class LoadPath:
             self._write(batch, blocks)
 
     def _write(self, batch: Batch, blocks: list[tuple[int, int]]) -> None:
-        window = self._context.window
-        lkey = batch.connection.window_lkey
-        offsets = batch.capsule.entries["offset"].tolist()
-        requests: list[SendRequest] = []
-        group: list[tuple[int, int]] = []
         if batch.closed:
             self._written(batch, blocks, ok=False)
             return
-        for entry, frame in blocks:
+        window = self._context.window
+        connection = batch.connection
+        lkey = connection.window_lkey
+        requests: list[SendRequest] = []
+        group: list[tuple[int, int]] = []
+        transfer_id = connection.new_transfer_id()
+        for block in blocks:
+            entry, frame = block
             pieces = batch.memory[entry]
             if requests and len(requests) + len(pieces) > TRANSFER_WRS_MAX:
-                self._post(batch, requests, group)
+                self._post(transfer_id, batch, requests, group)
                 requests, group = [], []
-            address = window.address(frame) + offsets[entry]
+                transfer_id = connection.new_transfer_id()
+            address = window.address(frame) + batch.rows[entry][OFFSET]
             for remote, length, rkey in pieces:
-                requests.append(SendRequest(0, Opcode.RDMA_WRITE, (Sge(address, length, lkey),), remote, rkey))
+                sges = (Sge(address, length, lkey),)
+                requests.append(SendRequest(transfer_id, Opcode.RDMA_WRITE, sges, remote, rkey, SendFlags.NONE))
                 address += length
-            group.append((entry, frame))
-        self._post(batch, requests, group)
+            group.append(block)
+        self._post(transfer_id, batch, requests, group)
 
-    def _post(self, batch: Batch, requests: list[SendRequest], group: list[tuple[int, int]]) -> None:
+    def _post(self, transfer_id: int, batch: Batch, requests: list[SendRequest], group: list[tuple[int, int]]) -> None:
         transfer = Transfer(
-            batch, requests, lambda ok: self._written(batch, group, ok), posted=lambda: self._answer(batch, group)
+            transfer_id,
+            batch,
+            requests,
+            done=lambda ok: self._written(batch, group, ok),
+            posted=lambda: self._answer(batch, group),
         )
         batch.connection.add(transfer)
         self._context.ready.add(batch.connection.connection_id)
@@ -288,22 +289,23 @@ class LoadPath:
         """The WRITEs are posted and the answer will follow them in order."""
         context = self._context
         index, window = context.catalogue.index, context.window
-        counts = [sum(piece[1] for piece in batch.memory[entry]) for entry, _ in group]
-        slots = [window.slot[frame] for _, frame in group]  # -1: forgotten meanwhile, the frame still holds it
-        lengths = index.length[slots].tolist()
-        checksums = index.checksum[slots].tolist()
-        wants = batch.capsule.entries["flags"]
-        for i, (entry, frame) in enumerate(group):
-            checksum = 0
-            if slots[i] >= 0 and counts[i] == lengths[i]:
-                checksum = checksums[i]
-            elif slots[i] < 0 or wants[entry] & EntryFlags.WANT_CHECKSUM:
-                offset = int(batch.capsule.entries["offset"][entry])
-                checksum = xxhash.xxh3_64_intdigest(window.bytes_of(frame, counts[i], offset))
-            checksums[i] = checksum
-        states = context.catalogue.states_of(np.asarray(slots))
-        batch.resolve_many([entry for entry, _ in group], Status.OK, states, counts, checksums)
-        context.stats.add(StatId.RETRIEVE_BYTES, sum(counts))
+        lengths, checksums, states, slots = index.length_of, index.checksum_of, window.state_of, window.slot
+        memory, rows = batch.memory, batch.rows
+        moved = 0
+        for entry, frame in group:
+            slot = slots[frame]  # -1: forgotten meanwhile, the frame still holds it
+            pieces = memory[entry]
+            count = pieces[0][1] if len(pieces) == 1 else sum([piece[1] for piece in pieces])
+            moved += count
+            state = states[slot] if slot >= 0 else BlockState.ABSENT
+            if slot >= 0 and count == lengths[slot]:
+                checksum = checksums[slot]
+            elif slot < 0 or rows[entry][FLAGS] & _WANT_CHECKSUM:
+                checksum = xxhash.xxh3_64_intdigest(window.bytes_of(frame, count, rows[entry][OFFSET]))
+            else:
+                checksum = 0
+            batch.resolve(entry, Status.OK, state, count, checksum)
+        context.stats.add(StatId.RETRIEVE_BYTES, moved)
 
     def _written(self, batch: Batch, group: list[tuple[int, int]], ok: bool) -> None:
         for _, frame in group:

@@ -22,6 +22,7 @@ from dpu_app.regions.superblock import (
     SUPERBLOCK_OFFSETS,
     TABLE_OFFSET,
     UUID_BYTES,
+    BlankError,
     Geometry,
     Superblock,
     SuperblockError,
@@ -117,7 +118,7 @@ def read_superblock(flash: FlashDevice, memory: Memory) -> tuple[Superblock, lis
     messages += damage
     if superblock is None:
         if len(copies) == len(SUPERBLOCK_OFFSETS) and all(is_blank(copy) for copy in copies):
-            raise SuperblockError("this flash is blank: format it first")
+            raise BlankError("this flash is blank: format it first")
         raise SuperblockError("no valid superblock, so there is no region to open: " + "; ".join(messages))
     capacity_bytes = flash.caps.capacity_bytes
     if superblock.geometry.capacity_bytes > capacity_bytes:

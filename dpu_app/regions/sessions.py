@@ -55,21 +55,23 @@ class Session:
 
 
 class Transfer:
-    """Work requests of one batch that go out together. `posted` is called when they are on their way, `done`
-    with True when they are through, or with False when they never will be (never posted, or flushed)."""
+    """Work requests of one batch that go out together; all carry `transfer_id`, and the last alone is signalled.
+    `posted` is called when they are on their way, `done` with True when they are through, or with False when they
+    never will be (never posted, or flushed)."""
 
-    __slots__ = ("batch", "count", "done", "posted", "requests")
+    __slots__ = ("batch", "done", "posted", "requests", "transfer_id")
 
     def __init__(
         self,
+        transfer_id: int,
         batch: Batch,
         requests: list[SendRequest],
         done: Callable[[bool], None],
         posted: Callable[[], None] | None = None,
     ) -> None:
+        self.transfer_id = transfer_id
         self.batch = batch
         self.requests = requests
-        self.count = len(requests)
         self.done = done
         self.posted = posted
 
@@ -94,6 +96,11 @@ class Connection:
     def busy(self) -> bool:
         return bool(self._waiting or self._in_flight)
 
+    def new_transfer_id(self) -> int:
+        """For the work requests of the next transfer."""
+        self._next_id += 1
+        return self._next_id
+
     def add(self, transfer: Transfer) -> None:
         self._waiting.append(transfer)
 
@@ -102,17 +109,16 @@ class Connection:
         memory may be in other use."""
         out: list[SendRequest] = []
         waiting = self._waiting
-        while waiting and self._posted_wrs + waiting[0].count <= self._send_wrs_max:
+        while waiting and self._posted_wrs + len(waiting[0].requests) <= self._send_wrs_max:
             transfer = waiting.popleft()
             if transfer.batch.closed:
                 transfer.done(False)
                 continue
-            self._next_id += 1
-            self._posted_wrs += transfer.count
-            self._in_flight[self._next_id] = transfer
-            *silent, last = transfer.requests
-            out.extend([request._replace(wr_id=self._next_id, flags=SendFlags.NONE) for request in silent])
-            out.append(last._replace(wr_id=self._next_id, flags=SendFlags.SIGNALED))
+            requests = transfer.requests
+            self._posted_wrs += len(requests)
+            self._in_flight[transfer.transfer_id] = transfer
+            out += requests
+            out[-1] = requests[-1]._replace(flags=SendFlags.SIGNALED)
             if transfer.posted is not None:
                 transfer.posted()
         return out
@@ -121,7 +127,7 @@ class Connection:
         """A signalled completion: that transfer is through."""
         transfer = self._in_flight.pop(wr_id, None)
         if transfer is not None:
-            self._posted_wrs -= transfer.count
+            self._posted_wrs -= len(transfer.requests)
             transfer.done(True)
 
     def abort(self) -> None:

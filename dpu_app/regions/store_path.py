@@ -7,22 +7,26 @@ answered meanwhile (deadline, cancel, gone) is discarded: its source may already
 
 from __future__ import annotations
 
-import numpy as np
 import xxhash
 
 from common.status import BlockState, Status
 from common.wire import EntryFlags, StatId
-from doca_shims.api import FlashOp, Opcode, SendRequest, Sge
+from doca_shims.api import FlashOp, Opcode, SendFlags, SendRequest, Sge
 from dpu_app.regions import memory_list
 from dpu_app.regions.batch import Batch
 from dpu_app.regions.catalogue import NS_PER_S, Unflushed
 from dpu_app.regions.context import Context
 from dpu_app.regions.flash_queue import FlashJob, Priority
-from dpu_app.regions.sessions import TRANSFER_WRS_MAX, Connection, Transfer
+from dpu_app.regions.memory_list import CHECKSUM, FLAGS, KEY_HI, KEY_LO, LENGTH, NAMESPACE, TTL_S
+from dpu_app.regions.presence import find
+from dpu_app.regions.sessions import TRANSFER_WRS_MAX, Transfer
 from dpu_app.regions.window import FrameState, aligned_length
 
 Key = tuple[int, int, int]
 """Namespace id, key_lo, key_hi."""
+
+
+_HAS_CHECKSUM = int(EntryFlags.HAS_CHECKSUM)
 
 
 class Incoming:
@@ -61,32 +65,27 @@ class StorePath:
 
     def start(self, batch: Batch) -> None:
         context = self._context
-        entries = batch.capsule.entries
-        context.stats.add(StatId.STORES, len(entries))
-        namespaces = batch.connection.session.namespace_ids(entries["namespace"])
-        if (namespaces < 0).any():
-            context.stats.add(StatId.DENIED, int(np.count_nonzero(namespaces < 0)))
-            batch.resolve_where(namespaces < 0, Status.DENIED)
-        lengths = entries["length"]
-        batch.resolve_where(lengths == 0, Status.BAD_LENGTH)
-        batch.resolve_where(lengths > context.catalogue.geometry.slot_bytes, Status.TOO_LARGE)
-        batch.memory, valid = memory_list.resolve(batch.capsule, 0)
-        batch.resolve_where(~valid, Status.BAD_REQUEST)
-        for entry in np.flatnonzero(valid & (entries["sge_count"] > 1)).tolist():
-            exact = memory_list.take(batch.memory[entry], int(lengths[entry]))
-            if exact is None:
-                batch.resolve(entry, Status.BAD_RANGE)
-            else:
-                batch.memory[entry] = exact
-        slots = context.catalogue.find(entries["key_lo"], entries["key_hi"], namespaces)
+        rows = batch.rows
+        context.stats.add(StatId.STORES, len(rows))
+        slots = find(context, batch)
+        slot_bytes = context.catalogue.geometry.slot_bytes
+        batch.memory = [[]] * len(rows)
         started: list[Incoming] = []
-        known = slots.tolist()
-        key_lo, key_hi, ids = entries["key_lo"].tolist(), entries["key_hi"].tolist(), namespaces.tolist()
+        handles = batch.connection.session.handles
         for entry in batch.open_entries():
-            if known[entry] >= 0:
-                self._exists(batch, entry, known[entry])
+            row = rows[entry]
+            length = row[LENGTH]
+            if not 0 < length <= slot_bytes:
+                batch.resolve(entry, Status.TOO_LARGE if length else Status.BAD_LENGTH)
+                continue
+            pieces = memory_list.pieces_of(batch.capsule, row, length)
+            if isinstance(pieces, Status):
+                batch.resolve(entry, pieces)
+            elif slots[entry] >= 0:
+                self._exists(batch, entry, slots[entry])
             else:
-                self._begin(batch, entry, (ids[entry], key_lo[entry], key_hi[entry]), started)
+                batch.memory[entry] = pieces
+                self._begin(batch, entry, (handles[row[NAMESPACE]], row[KEY_LO], row[KEY_HI]), started)
         self._read(batch, started)
         batch.close_if_done()
 
@@ -122,7 +121,7 @@ class StorePath:
             context.catalogue.give_back(slot)
             self._refuse(batch, entry, Status.BUSY)
             return
-        ttl_s = int(batch.capsule.entries["ttl_s"][entry]) or context.settings.ttl_default_s
+        ttl_s = batch.rows[entry][TTL_S] or context.settings.ttl_default_s
         incoming = Incoming(batch, entry, key, length, ttl_s, slot, frame)
         self._incoming[key] = incoming
         tenant = batch.connection.session.tenant
@@ -154,7 +153,7 @@ class StorePath:
 
     @staticmethod
     def _length(batch: Batch, entry: int) -> int:
-        return int(batch.capsule.entries["length"][entry])
+        return int(batch.rows[entry][LENGTH])
 
     # ---------------------------------------------------------------- client memory -> frames
 
@@ -164,22 +163,25 @@ class StorePath:
         requests: list[SendRequest] = []
         connection = batch.connection
         lkey = connection.window_lkey
+        transfer_id = connection.new_transfer_id()
         for incoming in started:
             pieces = batch.memory[incoming.entry]
             if requests and len(requests) + len(pieces) > TRANSFER_WRS_MAX:
-                self._post(connection, batch, requests, group)
+                self._post(transfer_id, batch, requests, group)
                 requests, group = [], []
+                transfer_id = connection.new_transfer_id()
             address = self._context.window.address(incoming.frame)
             for remote, length, rkey in pieces:
-                requests.append(SendRequest(0, Opcode.RDMA_READ, (Sge(address, length, lkey),), remote, rkey))
+                sges = (Sge(address, length, lkey),)
+                requests.append(SendRequest(transfer_id, Opcode.RDMA_READ, sges, remote, rkey, SendFlags.NONE))
                 address += length
             group.append(incoming)
         if requests:
-            self._post(connection, batch, requests, group)
+            self._post(transfer_id, batch, requests, group)
 
-    def _post(self, connection: Connection, batch: Batch, requests: list[SendRequest], group: list[Incoming]) -> None:
-        connection.add(Transfer(batch, requests, lambda ok: self._arrived(group, ok)))
-        self._context.ready.add(connection.connection_id)
+    def _post(self, transfer_id: int, batch: Batch, requests: list[SendRequest], group: list[Incoming]) -> None:
+        batch.connection.add(Transfer(transfer_id, batch, requests, lambda ok: self._arrived(group, ok)))
+        self._context.ready.add(batch.connection.connection_id)
 
     def _arrived(self, group: list[Incoming], ok: bool) -> None:
         for incoming in group:
@@ -191,9 +193,9 @@ class StorePath:
     def _commit(self, incoming: Incoming) -> None:
         context = self._context
         batch, entry, length = incoming.batch, incoming.entry, incoming.length
-        row = batch.capsule.entries[entry]
+        row = batch.rows[entry]
         checksum = xxhash.xxh3_64_intdigest(context.window.bytes_of(incoming.frame, length))
-        if row["flags"] & EntryFlags.HAS_CHECKSUM and checksum != int(row["checksum"]):
+        if row[FLAGS] & _HAS_CHECKSUM and checksum != row[CHECKSUM]:
             self._fail(incoming, Status.CHECKSUM)
             return
         context.window.fill(incoming.frame)

@@ -43,6 +43,10 @@ class SuperblockError(UserError):
     """This copy cannot be used: not a superblock, damaged, or contradicting itself."""
 
 
+class BlankError(SuperblockError):
+    """Nothing but zeros: never formatted."""
+
+
 class NewerVersionError(SuperblockError):
     """Intact, but of a format version this release does not know."""
 

@@ -41,8 +41,8 @@ async def ends() -> AsyncIterator[Ends]:
 
 
 async def test_answers_find_their_calls_in_any_order(ends: Ends) -> None:
-    first = asyncio.create_task(ends.supervisor.call("status", {"n": 1}, 5))
-    second = asyncio.create_task(ends.supervisor.call("drain", {"n": 2}, 5))
+    first = ends.supervisor.call("status", {"n": 1}, 5)
+    second = ends.supervisor.call("drain", {"n": 2}, 5)
     requests = await ends.worker_receives(2)
     assert [request["method"] for request in requests] == ["status", "drain"]
     for request in reversed(requests):
@@ -63,13 +63,14 @@ async def test_the_start_message_comes_first(ends: Ends) -> None:
         UserError("do other"),
         LowerLayerError("open", errno.ENOSPC, "x"),
         OSError(errno.EIO, "broken"),
+        DeadlineError("late"),
         InternalError("bug"),
         KeyError("bug"),
     ],
     ids=lambda error: type(error).__name__,
 )
 async def test_an_error_comes_back_as_its_kind(ends: Ends, error: Exception) -> None:
-    call = asyncio.create_task(ends.supervisor.call("status", {}, 5))
+    call = ends.supervisor.call("status", {}, 5)
     [request] = await ends.worker_receives(1)
     ends.worker.reply_error(request["id"], error)
     with pytest.raises(EntresolError) as caught:
@@ -100,14 +101,14 @@ async def test_a_call_without_an_answer_ends_at_its_deadline_and_a_late_answer_i
         await ends.supervisor.call("status", {}, 0.001)
     [request] = await ends.worker_receives(1)
     ends.worker.reply(request["id"])
-    again = asyncio.create_task(ends.supervisor.call("status", {}, 5))
+    again = ends.supervisor.call("status", {}, 5)
     [request] = await ends.worker_receives(1)
     ends.worker.reply(request["id"], {"fresh": True})
     assert await again == {"fresh": True}
 
 
 async def test_the_workers_death_ends_calls_and_is_told_once(ends: Ends) -> None:
-    call = asyncio.create_task(ends.supervisor.call("status", {}, 5))
+    call = ends.supervisor.call("status", {}, 5)
     await ends.worker_receives(1)
     ends.worker.close()
     with pytest.raises(ChannelClosedError):
@@ -131,7 +132,7 @@ async def test_a_message_that_is_no_message_closes_the_channel(ends: Ends) -> No
 
 async def test_the_supervisor_queues_what_a_stopped_worker_does_not_take(ends: Ends) -> None:
     count = 600  # more than a socket buffer holds
-    calls = [asyncio.create_task(ends.supervisor.call("m", {"pad": "x" * 2000}, 30)) for _ in range(count)]
+    calls = [(ends.supervisor.call("m", {"pad": "x" * 2000}, 30)) for _ in range(count)]
     await asyncio.sleep(0)
     answered = 0
     while answered < count:
@@ -148,7 +149,7 @@ def test_the_worker_never_blocks_and_gives_up_on_a_supervisor_that_does_not_read
 
     def tell(count: int) -> None:
         for _ in range(count):
-            worker.event("session_lost", session_id=1)
+            worker.event("connection_lost", session_id=1)
 
     with pytest.raises(ChannelClosedError, match="unread"):
         tell(100_000)

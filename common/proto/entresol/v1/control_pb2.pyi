@@ -491,7 +491,7 @@ class DeleteRegionRequest(google.protobuf.message.Message):
     erase: builtins.bool
     """Also remove the file that Entresol made for it (a block device is left alone)."""
     force: builtins.bool
-    """Also while sessions are open."""
+    """Also while blocks of it are leased or pinned."""
     def __init__(
         self,
         *,

@@ -65,7 +65,7 @@ class SessionsServicer(object):
 
     def OpenSession(self, request, context):
         """FAILED_PRECONDITION where the two sides speak no common wire version; PERMISSION_DENIED for a tenant that
-        the DPU does not serve; INVALID_ARGUMENT for a namespace record that is malformed or another tenant's.
+        the DPU does not serve, or a namespace record of another tenant; INVALID_ARGUMENT for a malformed record.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -306,7 +306,8 @@ class RegionsServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def FormatRegion(self, request, context):
-        """Makes a region empty, with a new uuid. FAILED_PRECONDITION while sessions are open, unless forced.
+        """Makes a region empty, with a new uuid. FAILED_PRECONDITION while blocks of it are leased or pinned, unless
+        forced, and, forced or not, where its file holds something that Entresol did not format.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

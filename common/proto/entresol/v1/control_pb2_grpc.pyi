@@ -33,7 +33,7 @@ class SessionsStub:
         common.proto.entresol.v1.control_pb2.OpenSessionResponse,
     ]
     """FAILED_PRECONDITION where the two sides speak no common wire version; PERMISSION_DENIED for a tenant that
-    the DPU does not serve; INVALID_ARGUMENT for a namespace record that is malformed or another tenant's.
+    the DPU does not serve, or a namespace record of another tenant; INVALID_ARGUMENT for a malformed record.
     """
 
     KeepAlive: grpc.UnaryUnaryMultiCallable[
@@ -64,7 +64,7 @@ class SessionsAsyncStub:
         common.proto.entresol.v1.control_pb2.OpenSessionResponse,
     ]
     """FAILED_PRECONDITION where the two sides speak no common wire version; PERMISSION_DENIED for a tenant that
-    the DPU does not serve; INVALID_ARGUMENT for a namespace record that is malformed or another tenant's.
+    the DPU does not serve, or a namespace record of another tenant; INVALID_ARGUMENT for a malformed record.
     """
 
     KeepAlive: grpc.aio.UnaryUnaryMultiCallable[
@@ -97,7 +97,7 @@ class SessionsServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[common.proto.entresol.v1.control_pb2.OpenSessionResponse, collections.abc.Awaitable[common.proto.entresol.v1.control_pb2.OpenSessionResponse]]:
         """FAILED_PRECONDITION where the two sides speak no common wire version; PERMISSION_DENIED for a tenant that
-        the DPU does not serve; INVALID_ARGUMENT for a namespace record that is malformed or another tenant's.
+        the DPU does not serve, or a namespace record of another tenant; INVALID_ARGUMENT for a malformed record.
         """
 
     @abc.abstractmethod
@@ -158,7 +158,9 @@ class RegionsStub:
         common.proto.entresol.v1.control_pb2.FormatRegionRequest,
         common.proto.entresol.v1.control_pb2.Region,
     ]
-    """Makes a region empty, with a new uuid. FAILED_PRECONDITION while sessions are open, unless forced."""
+    """Makes a region empty, with a new uuid. FAILED_PRECONDITION while blocks of it are leased or pinned, unless
+    forced, and, forced or not, where its file holds something that Entresol did not format.
+    """
 
 class RegionsAsyncStub:
     """The operator's view of the regions of one DPU."""
@@ -191,7 +193,9 @@ class RegionsAsyncStub:
         common.proto.entresol.v1.control_pb2.FormatRegionRequest,
         common.proto.entresol.v1.control_pb2.Region,
     ]
-    """Makes a region empty, with a new uuid. FAILED_PRECONDITION while sessions are open, unless forced."""
+    """Makes a region empty, with a new uuid. FAILED_PRECONDITION while blocks of it are leased or pinned, unless
+    forced, and, forced or not, where its file holds something that Entresol did not format.
+    """
 
 class RegionsServicer(metaclass=abc.ABCMeta):
     """The operator's view of the regions of one DPU."""
@@ -234,7 +238,9 @@ class RegionsServicer(metaclass=abc.ABCMeta):
         request: common.proto.entresol.v1.control_pb2.FormatRegionRequest,
         context: _ServicerContext,
     ) -> typing.Union[common.proto.entresol.v1.control_pb2.Region, collections.abc.Awaitable[common.proto.entresol.v1.control_pb2.Region]]:
-        """Makes a region empty, with a new uuid. FAILED_PRECONDITION while sessions are open, unless forced."""
+        """Makes a region empty, with a new uuid. FAILED_PRECONDITION while blocks of it are leased or pinned, unless
+        forced, and, forced or not, where its file holds something that Entresol did not format.
+        """
 
 def add_RegionsServicer_to_server(servicer: RegionsServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
 

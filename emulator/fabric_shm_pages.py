@@ -1,0 +1,169 @@
+"""The shared pages of emu-shm: one control page per direction of a connection, one region table per domain.
+
+A control page belongs to the side whose memory is reached through it. Its owner writes CLOSED, POSTED and the
+sizes of posted receives; the peer writes the rest, above all BUSY, which says that it may be copying. Owner and
+initiator follow Dekker's scheme, so that no byte lands after the owner has revoked a region or closed:
+
+    initiator: publish the range; BUSY = kind; fence; check CLOSED and the region's word; copy; BUSY = 0
+    owner:     clear the region's word (or set CLOSED); fence; wait until BUSY is 0, or take measures
+
+Words are aligned, so a memoryview stores and loads each in one instruction; x86 keeps the order of stores.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from typing import NamedTuple
+
+from doca_shims.api import ShimError
+from emulator.fabric_memory import address_of, create_memfd, is_sealed
+
+# Indices of 32-bit words in a control page.
+MAGIC = 0
+CLOSED = 1
+POSTED = 2
+"""Receives posted since the start, modulo 2^32."""
+SENT = 3
+"""Messages sent by the peer since the start, modulo 2^32. Ahead of the socket, never behind it."""
+WAITING = 4
+"""The peer has a SEND and no receive to send it to; the owner rings its event when it posts one."""
+BUSY = 16
+POSTED_SIZES = 64
+SENT_SIZES = POSTED_SIZES + 1024
+RING_SLOTS = 1024
+"""Sizes of posted receives and of sent messages, by their number modulo this."""
+
+# Indices of 64-bit words. The two are the `struct iovec` that process_vm_readv/writev reads as the remote one.
+BASE = 9
+LENGTH = 10
+IOVEC_OFFSET_BYTES = BASE * 8
+
+IDLE = 0
+WRITING = 1
+"""Copying into a mapping of the owner's memfd."""
+READING = 2
+"""Copying out of such a mapping."""
+IN_KERNEL = 3
+"""process_vm_readv or process_vm_writev on the range at BASE, LENGTH."""
+
+_PAGE_MAGIC = 0x454E5450
+_PAGE_BYTES = 3 * 4096
+
+REVOKED = 0
+GIVEN = 1 << 32
+"""The region's bytes are reached by process_vm_readv and writev."""
+SHARED = 2 << 32
+"""The region lies in a memfd that the peer may map."""
+SUSPENDED = 3 << 32
+"""Wait: the owner is about to change it to GIVEN."""
+KIND_MASK = 0xFFFFFFFF << 32
+KEY_MASK = 0xFFFFFFFF
+
+TABLE_SLOTS = 4096
+_HIGH_WATER = 1
+WORDS = 8
+_ROWS = WORDS + TABLE_SLOTS
+_ROW_QUADS = 6
+_TABLE_MAGIC = 0x454E5454
+_TABLE_BYTES = (_ROWS + TABLE_SLOTS * _ROW_QUADS) * 8
+
+_lock = threading.Lock()
+
+
+def fence() -> None:
+    """A full memory fence. CPython offers none; taking and releasing a lock runs a locked instruction, which on
+    x86 keeps a later load from passing an earlier store."""
+    _lock.acquire()
+    _lock.release()
+
+
+class _SharedPages:
+    """A mapping of a sealed memfd as 32-bit and 64-bit words."""
+
+    def __init__(self, fd: int, length_bytes: int, magic: int) -> None:
+        if not is_sealed(fd) or os.fstat(fd).st_size != length_bytes:
+            raise ShimError(71, "connect", "the peer's control pages are not of this protocol")  # EPROTO
+        self._mapping = mmap.mmap(fd, length_bytes)
+        self._bytes = memoryview(self._mapping)
+        self.words = self._bytes.cast("I")
+        self.quads = self._bytes.cast("Q")
+        self.address = address_of(self._mapping)
+        if self.words[MAGIC] != magic:
+            self.unmap()
+            raise ShimError(71, "connect", "the peer's control pages are not of this protocol")
+
+    def unmap(self) -> None:
+        self.words.release()
+        self.quads.release()
+        self._bytes.release()
+        self._mapping.close()
+
+
+def _create(length_bytes: int, magic: int) -> int:
+    fd = create_memfd("entresol-control", length_bytes)
+    os.pwrite(fd, magic.to_bytes(4, "little"), 0)
+    return fd
+
+
+class ControlPage(_SharedPages):
+    """One direction of a connection, as its owner or as the peer sees it."""
+
+    def __init__(self, fd: int) -> None:
+        super().__init__(fd, _PAGE_BYTES, _PAGE_MAGIC)
+        self.iovec_address = self.address + IOVEC_OFFSET_BYTES
+
+    @staticmethod
+    def create() -> int:
+        """A memfd for a new one. The caller closes it."""
+        return _create(_PAGE_BYTES, _PAGE_MAGIC)
+
+
+class RegionRow(NamedTuple):
+    """What a peer must know of one region. The last three are 0 where no memfd holds it."""
+
+    address: int
+    length_bytes: int
+    access: int
+    fd: int
+    inode: int
+    memory_address: int
+
+
+class RegionTable(_SharedPages):
+    """The regions of one protection domain. `quads[WORDS + slot]` is a slot's word: its rkey and its kind."""
+
+    def __init__(self, fd: int) -> None:
+        super().__init__(fd, _TABLE_BYTES, _TABLE_MAGIC)
+
+    @staticmethod
+    def create() -> int:
+        """A memfd for a new one. The caller closes it."""
+        return _create(_TABLE_BYTES, _TABLE_MAGIC)
+
+    def publish(self, slot: int, rkey: int, kind: int, row: RegionRow) -> None:
+        """Fill the row, then make it valid. For the owner."""
+        first = _ROWS + slot * _ROW_QUADS
+        for index, value in enumerate(row):
+            self.quads[first + index] = value
+        self.quads[_HIGH_WATER] = max(self.quads[_HIGH_WATER], slot + 1)
+        fence()
+        self.quads[WORDS + slot] = rkey | kind
+
+    def mark(self, slot: int, word: int) -> None:
+        """Change the word of a slot, and let nothing later pass that. For the owner."""
+        self.quads[WORDS + slot] = word
+        fence()
+
+    def find(self, rkey: int) -> tuple[int, int, RegionRow] | None:
+        """(slot, word, row) of a valid region, or None. For the peer."""
+        count = min(self.quads[_HIGH_WATER], TABLE_SLOTS)
+        for slot, word in enumerate(self.quads[WORDS : WORDS + count].tolist()):
+            if word & KEY_MASK != rkey or word & KIND_MASK == REVOKED:
+                continue
+            first = _ROWS + slot * _ROW_QUADS
+            row = RegionRow(*self.quads[first : first + _ROW_QUADS].tolist())
+            if self.quads[WORDS + slot] == word:
+                return slot, word, row
+        return None
