@@ -32,7 +32,7 @@ class NamespaceIds:
         """Ids of digests given as their two words, their lengths counted. Raises OverflowError when the index has no
         id left."""
         places = ((lo * _FACTOR) >> _SHIFT).view(np.int64)
-        ids = self._ids.take(places)
+        ids: npt.NDArray[np.uint16] = self._ids.take(places)
         wrong = self._lo.take(places) != lo
         wrong |= self._hi.take(places) != hi
         missed = np.flatnonzero(wrong)
