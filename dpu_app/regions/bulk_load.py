@@ -1,8 +1,8 @@
-"""Filling an empty index with millions of entries, some thousands at a time, in numpy's time.
+"""Filling an empty index with millions of entries, some ten thousand at a time, in numpy's time.
 
-Owns what only loading needs: how full each bucket is, and the keys that found both their buckets full. `recovery`
-makes one, feeds it and finishes it, all from one thread. Of two slots with one key the later one stays; the other
-is reported, for the recovery to free.
+Owns what only loading needs: how full each bucket is, and the keys that found no place at once. `recovery` makes
+one, feeds it and finishes it, all from one thread. Of two slots with one key the later one stays; the other is
+reported, for the recovery to free.
 """
 
 from __future__ import annotations
@@ -23,6 +23,10 @@ Mask: TypeAlias = npt.NDArray[np.bool_]
 _LOWS = np.uint64(0x0101010101010101)
 _HIGHS = np.uint64(0x8080808080808080)
 _HALF = np.uint64(32)
+_ONE = np.uint64(1)
+_LANE_OF_BYTE = np.uint64(0x0001020304050607)
+_SEVEN = np.uint64(7)
+_TOP = np.uint64(56)
 _FEW = 64
 """So few keys are placed faster one by one."""
 _ROUNDS_MAX = 200
@@ -36,7 +40,8 @@ class BulkLoad:
         self._hash = index.key_hash
         self._fill = np.zeros(self._hash.buckets, np.uint8)
         """Cells in use per bucket: they fill from the first on, because nothing is removed meanwhile."""
-        self._crowded: list[Slots] = []
+        self._homeless: list[Slots] = []
+        """Slots whose buckets were full, or whose key may be there already: `finish` sees to them."""
         self._random = np.random.default_rng(0)
         self.losers: list[int] = []
         """Slots whose key another slot holds with a later generation."""
@@ -54,26 +59,30 @@ class BulkLoad:
         self._place(slots, tags, first_bucket.view(np.int64), second_bucket.view(np.int64))
 
     def _place(self, slots: Slots, tags: U64s, buckets: Slots, others: Slots | None) -> None:
-        """Each slot into its bucket; where that is full into the other one, or (`others` None) to the crowded.
+        """Each slot into its bucket; where that is full into the other one, or (`others` None) to the homeless.
 
-        A key that is there twice meets its twin here: a bucket passed by is full for good, so the twin that came
-        first lies in a bucket that this one looks at too.
+        A slot whose tag is in the bucket already is put off to `finish`: it may have the key of another slot. That
+        misses no pair of them: a bucket that was full is full for good, so both look into the same one.
         """
         fills = self._fill
         spilt: list[tuple[Slots, U64s, Slots]] = []
         while len(slots):
             fill = fills.take(buckets)
             open_ = fill < LANES
-            twins = self._twins(slots, tags, buckets)
-            if len(twins) or not open_.all():
-                keep = np.ones(len(slots), np.bool_)
-                keep[twins] = False
-                full = np.flatnonzero(keep & ~open_)
+            lanes = self._hash.tags.take(buckets)
+            lanes ^= tags * _LOWS
+            clear = _zero_bytes(lanes) == 0
+            doubtful = np.flatnonzero(~clear)
+            if len(doubtful):
+                self._homeless.append(slots[doubtful])
+            full = np.flatnonzero(clear & ~open_)
+            if len(full):
                 if others is None:
-                    self._crowded.append(slots[full])
+                    self._homeless.append(slots[full])
                 else:
                     spilt.append((slots[full], tags[full], others[full]))
-                stay = np.flatnonzero(keep & open_)
+            if len(doubtful) or len(full):
+                stay = np.flatnonzero(clear & open_)
                 slots, tags, buckets, fill = slots[stay], tags[stay], buckets[stay], fill[stay]
                 if others is not None:
                     others = others[stay]
@@ -101,19 +110,6 @@ class BulkLoad:
         tags8[cell[won]] = tags[won]
         return lost
 
-    def _twins(self, slots: Slots, tags: U64s, buckets: Slots) -> Slots:
-        """Positions of slots whose key is already placed; who stays of each pair is settled."""
-        lanes = self._hash.tags.take(buckets)
-        lanes ^= tags * _LOWS
-        inverse = ~lanes
-        lanes -= _LOWS
-        lanes &= inverse
-        lanes &= _HIGHS
-        suspects = np.flatnonzero(lanes)
-        if len(suspects) == 0:
-            return suspects
-        return suspects[self._settled(slots[suspects])]
-
     def _settled(self, slots: Slots) -> Mask:
         index = self._index
         present = index.find(index.key_lo[slots], index.key_hi[slots], index.namespace[slots]) >= 0
@@ -136,9 +132,9 @@ class BulkLoad:
         return int(index.generation[slot]), int(index.stored_s[slot]), slot
 
     def finish(self) -> None:
-        """Place what found both its buckets full, by displacing others."""
-        slots = np.concatenate(self._crowded) if self._crowded else np.zeros(0, np.int64)
-        self._crowded.clear()
+        """Place what is left, by displacing others where both buckets are full."""
+        slots = np.concatenate(self._homeless) if self._homeless else np.zeros(0, np.int64)
+        self._homeless.clear()
         slots = slots[~self._settled(slots)]
         hashed = self._hash.hash_slots(slots)
         slots, hashed = self._settle_among(slots, hashed)
@@ -146,7 +142,7 @@ class BulkLoad:
         self._displace(slots, tags, buckets.view(np.int64))
 
     def _settle_among(self, slots: Slots, hashed: U64s) -> tuple[Slots, U64s]:
-        """Without those that have the key of another one of `slots`: the first of them is placed here."""
+        """Without those that may have the key of another one of `slots`: these are placed here, one by one."""
         order = np.argsort(hashed)
         same = hashed[order[1:]] == hashed[order[:-1]]
         if not same.any():
@@ -173,15 +169,19 @@ class BulkLoad:
         for _ in range(_ROUNDS_MAX):
             if len(slots) <= _FEW:
                 break
-            free = np.flatnonzero((hash_.tags8.reshape(-1, LANES)[buckets] == 0).any(axis=1))
-            lane = self._random.integers(0, LANES, len(slots))
-            lane[free] = np.argmax(hash_.tags8.reshape(-1, LANES)[buckets[free]] == 0, axis=1)
-            cell = buckets * LANES + lane
-            moved = np.ones(len(slots), np.bool_)
-            moved[free] = False
-            previous = hash_.cells[cell].astype(np.int64)
-            lost = self._claim(cell, slots, tags)
-            moved[lost] = False
+            empty = _zero_bytes(hash_.tags.take(buckets))
+            full = empty == 0
+            empty &= ~empty + _ONE  # the lowest of them
+            lane = (((empty >> _SEVEN) * _LANE_OF_BYTE) >> _TOP).view(np.int64)
+            lane[full] = self._random.integers(0, LANES, int(np.count_nonzero(full)))
+            cell = buckets * LANES
+            cell += lane
+            previous = hash_.cells.take(cell).astype(np.int64)
+            hash_.cells[cell] = slots
+            lost = hash_.cells.take(cell) != slots  # several at one cell: one of them has it
+            won = ~lost
+            hash_.tags8[cell[won]] = tags[won]
+            moved = np.flatnonzero(won & full)
             displaced, left = previous[moved], buckets[moved]
             next_tags, first, second = hash_.places_many(hash_.hash_slots(displaced))
             onward = np.where(first.view(np.int64) == left, second.view(np.int64), first.view(np.int64))
@@ -190,3 +190,12 @@ class BulkLoad:
             buckets = np.concatenate((buckets[lost], onward))
         for slot in slots.tolist():
             self._insert_or_settle(slot)
+
+
+def _zero_bytes(words: U64s) -> U64s:
+    """In place: the top bit of each byte that was zero; above the lowest of them perhaps of others too."""
+    inverse = ~words
+    words -= _LOWS
+    words &= inverse
+    words &= _HIGHS
+    return words
