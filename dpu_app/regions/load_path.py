@@ -117,7 +117,7 @@ class LoadPath:
     def _load(self, batch: Batch, entry: int, slot: int, priority: Priority, staged: Staged) -> None:
         load = self._loads.get(slot)
         if load is None:
-            length = int(self._context.catalogue.index.length[slot])
+            length = self._context.catalogue.index.length_of[slot]
             load = Load(slot, length, priority)
             self._loads[slot] = load
             self._context.catalogue.loading.add(slot)
@@ -165,7 +165,7 @@ class LoadPath:
             return
         context.stats.add(StatId.FLASH_READ_BYTES, aligned_length(load.length))
         checksum = xxhash.xxh3_64_intdigest(context.window.bytes_of(load.frame, load.length))
-        if checksum != int(context.catalogue.index.checksum[load.slot]):
+        if checksum != context.catalogue.index.checksum_of[load.slot]:
             context.stats.add(StatId.CHECKSUM_MISMATCHES)
             self._lost(load)
             return
@@ -213,12 +213,12 @@ class LoadPath:
 
     def _place(self, batch: Batch, slots: Sequence[int]) -> None:
         """Work out where each open entry's bytes go; answers those that do not fit or overlap others."""
-        lengths = self._context.catalogue.index.length
+        lengths = self._context.catalogue.index.length_of
         batch.memory = [[]] * len(batch.rows)
         placed = []
         for entry in batch.open_entries():
             row = batch.rows[entry]
-            length = int(lengths[slots[entry]])
+            length = lengths[slots[entry]]
             offset = row[OFFSET]
             count = row[LENGTH] or length - offset
             if count <= 0 or offset + count > length:
@@ -289,19 +289,21 @@ class LoadPath:
         """The WRITEs are posted and the answer will follow them in order."""
         context = self._context
         index, window = context.catalogue.index, context.window
+        lengths, checksums, states, slots = index.length_of, index.checksum_of, window.state_of, window.slot
+        memory, rows = batch.memory, batch.rows
         moved = 0
         for entry, frame in group:
-            slot = window.slot[frame]  # -1: forgotten meanwhile, the frame still holds it
-            count = sum([piece[1] for piece in batch.memory[entry]])
+            slot = slots[frame]  # -1: forgotten meanwhile, the frame still holds it
+            pieces = memory[entry]
+            count = pieces[0][1] if len(pieces) == 1 else sum([piece[1] for piece in pieces])
             moved += count
-            row = batch.rows[entry]
-            checksum, state = 0, int(BlockState.ABSENT)
-            if slot >= 0:
-                state = int(window.block_state[slot])
-            if slot >= 0 and count == index.length[slot]:
-                checksum = int(index.checksum[slot])
-            elif slot < 0 or row[FLAGS] & _WANT_CHECKSUM:
-                checksum = xxhash.xxh3_64_intdigest(window.bytes_of(frame, count, row[OFFSET]))
+            state = states[slot] if slot >= 0 else BlockState.ABSENT
+            if slot >= 0 and count == lengths[slot]:
+                checksum = checksums[slot]
+            elif slot < 0 or rows[entry][FLAGS] & _WANT_CHECKSUM:
+                checksum = xxhash.xxh3_64_intdigest(window.bytes_of(frame, count, rows[entry][OFFSET]))
+            else:
+                checksum = 0
             batch.resolve(entry, Status.OK, state, count, checksum)
         context.stats.add(StatId.RETRIEVE_BYTES, moved)
 

@@ -20,7 +20,7 @@ FEW = 16
 def find(context: Context, batch: Batch) -> Sequence[int]:
     """`find_slots` for operations that handle a batch's entries one by one: plain ints."""
     slots = find_slots(context, batch)
-    return slots if isinstance(slots, list) else slots.tolist()  # type: ignore[no-any-return]
+    return slots if isinstance(slots, list) else slots.tolist()
 
 
 def find_slots(context: Context, batch: Batch) -> list[int] | Slots:
