@@ -227,7 +227,7 @@ class DpuSession:
         request = control_pb2.OpenSessionRequest(
             agent_name=self._settings.name or f"{socket.gethostname()}/pid {os.getpid()}",
             tenant=self._settings.tenant,
-            client_version=_client_version(),
+            client_version=client_version(),
             wire_version_min=wire.VERSION,
             wire_version_max=wire.VERSION,
             namespaces=[self._records[digest] for digest in digests],
@@ -414,7 +414,7 @@ def _preferred(endpoints: Sequence[Any], order: Sequence[str]) -> list[Any]:
     return sorted((e for e in endpoints if e.name in order), key=lambda endpoint: order.index(endpoint.name))
 
 
-def _client_version() -> str:
+def client_version() -> str:
     from importlib.metadata import PackageNotFoundError, version
 
     try:
