@@ -161,14 +161,15 @@ class RegionWorker:
         return self.state
 
     async def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> bool:
-        """End the worker: asked to, and killed when it does not within the time. Whether it ended cleanly.
+        """End the worker: asked to, and killed when it does not within the time, or does not serve yet (it may be
+        reading its slot table for long; nothing is lost). Whether it ended cleanly.
 
         Idempotent. No byte moves through this worker when it returns.
         """
         self._stopping = True
         clean = True
         process = self._process
-        if process is not None and process.returncode is None:
+        if process is not None and process.returncode is None and self._attached:
             clean = await self._ask_to_stop(process, timeout_s)
         if self._runner is not None:
             self._runner.cancel()

@@ -76,7 +76,7 @@ class Window:
         """slot -> frame, whole blocks only (DIRTY or CLEAN)."""
         self.block_state: npt.NDArray[np.uint8] = np.full(slots, BlockState.FLASH, np.uint8)
         """Per slot that holds a block, its BlockState."""
-        self.state_of = memoryview(self.block_state)  # the same, faster one by one
+        self.state_of = self.block_state.data  # the same, faster one by one
         self._unsettled = 0  # FILLING and DIRTY
         self._table_buffers = list(range(TABLE_BUFFERS))
 
