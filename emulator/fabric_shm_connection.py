@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 _U32 = 0xFFFFFFFF
 _SUSPENSION_LIMIT_S = 1.0
+_LOOK_EVERY_S = 0.01
 _memmove = ctypes.memmove
 
 
@@ -74,6 +75,7 @@ class ShmConnection(QueuePair):
         self._sent = 0
         self._sends: list[SendRequest] = []  # waiting for a receive of the peer, or for room in the socket
         self._deadline_s = 0.0
+        self._look_due_s = 0.0
         self._awaits_room = False
         self._remotes: dict[int, _Remote] = {}
         self._iovecs = (ctypes.c_uint64 * (2 * MAX_SGE))()
@@ -366,8 +368,12 @@ class ShmConnection(QueuePair):
                 self._resume()
             if self._own[pages.SENT] != self._received:
                 self._receive(max_completions - len(self._cq))
-        if not self._cq and self.state != ConnectionState.CLOSED:
-            self._look()
+        if self.state != ConnectionState.CLOSED:
+            now_s = time.monotonic()
+            if not self._cq or now_s > self._look_due_s:
+                # Writing into a dead process's memfd succeeds, so a busy initiator too must look now and then.
+                self._look_due_s = now_s + _LOOK_EVERY_S
+                self._look()
         reaped = self._reap(max_completions)
         if self._signalled and not self._cq and self.state != ConnectionState.CLOSED:
             self._signalled = False
@@ -408,7 +414,8 @@ class ShmConnection(QueuePair):
         """Nothing is at hand: look at what woke us."""
         for descriptor, _ in self._epoll.poll(0):
             if descriptor == self._event:
-                self._clear_event()
+                if not self._signalled:
+                    self._clear_event()  # the peer rang; completions of our own are cleared when they are polled
             elif self._timer is not None and descriptor == self._timer.fd:
                 self._timer.clear()
             elif self.state == ConnectionState.READY:
@@ -418,7 +425,7 @@ class ShmConnection(QueuePair):
 
     def _look_at_socket(self) -> None:
         self._receive(self.limits.max_recv_wr)
-        if self._cq or self.state != ConnectionState.READY:
+        if self.state != ConnectionState.READY:
             return
         try:
             ended = not self._socket.recv(1, socket.MSG_PEEK)
