@@ -19,11 +19,11 @@ import grpc
 import pytest
 
 from common.proto.entresol.v1 import control_pb2, control_pb2_grpc
+from common.wire import CONNECT_DATA
 from doca_shims.api import Connection, ConnectionState, QueueLimits, ShimError
 from doca_shims.registry import create_fabric
 from dpu_app import report
 from dpu_app.control_client import ControlClient
-from dpu_app.peer import CONNECT_DATA
 
 WAIT_S = 30.0
 MODULE = (sys.executable, "-W", "error", "-m", "dpu_app.cli")
