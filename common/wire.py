@@ -116,6 +116,9 @@ class StatId(IntEnum):
     RECOVERED = 61
     RECOVERY_DROPPED = 62
     USED_BYTES = 63
+    SLOTS_FREE = 64
+    SLOTS_IN_TRANSIT = 65
+    """Of stores and discards under way; used + free + in transit is all slots, always."""
 
 
 def _layout(fields: list[tuple[str, str]], size: int) -> np.dtype[np.void]:

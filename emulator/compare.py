@@ -10,12 +10,11 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from host_agent.client import Client
-
 from common.config import load_file
 from emulator.pod import Pod
 from emulator.pod_settings import PodSettings
 from host_agent.bench import Bench, BenchSettings
+from host_agent.client import Client
 from host_agent.config import AgentSettings
 
 _DIRTY_HEADROOM: Final = 1.6

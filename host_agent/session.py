@@ -65,6 +65,8 @@ class _Region:
         self.backoff = backoff
         self.info: Any = None
         """The newest `control_pb2.Region`."""
+        self.facts: RegionFacts | None = None
+        """What placement last knew; kept while the region's worker starts again and cannot say it."""
         self.connected_ns: int | None = None
         """Since when, as far as its loss was not noticed here yet."""
 
@@ -299,11 +301,10 @@ class DpuSession:
             elif list(region.info.fabrics) != list(info.fabrics) or region.info.state != info.state:
                 region.backoff.succeeded()  # news: try at once
             region.info = info
-        facts = tuple(
-            RegionFacts(info.name, info.uuid, info.slot_bytes, info.weight, self._by_name[info.name].link)
-            for info in infos
-            if info.uuid and info.state not in _ABSENT_STATES
-        )
+            if info.uuid:
+                region.facts = RegionFacts(info.name, info.uuid, info.slot_bytes, info.weight, region.link)
+        regions = [self._by_name[info.name] for info in infos if info.state not in _ABSENT_STATES]
+        facts = tuple(region.facts for region in regions if region.facts is not None)
         if facts != self.regions:
             self.regions = facts
             self._changed()
