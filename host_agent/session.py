@@ -41,6 +41,9 @@ _CHANNEL_OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 1000),
 )
 _KEEP_ALIVES_PER_TTL = 3
+_STARTING_POLL_S = 0.2
+"""How often the DPU is asked while a region of it starts or restarts."""
+_COMING_STATES = (control_pb2.REGION_STATE_STARTING, control_pb2.REGION_STATE_RESTARTING)
 _ABSENT_STATES = (control_pb2.REGION_STATE_FAILED, control_pb2.REGION_STATE_STOPPED)
 """Of regions that hold no blocks until somebody acts, so placement leaves them out."""
 
@@ -69,12 +72,13 @@ class _Region:
 class _Open:
     """One open session and what belongs to it alone."""
 
-    def __init__(self, answer: Any, now_ns: int) -> None:
+    def __init__(self, answer: Any) -> None:
         self.session_id: int = answer.session_id
         self.token: bytes = answer.token
         self.ttl_s = answer.ttl_ms / 1000
         self.epoch: int = answer.regions_epoch
-        self.renew_due_ns = now_ns + int(self.ttl_s / _KEEP_ALIVES_PER_TTL * NS_PER_S)
+        self.dpu_name: str = answer.dpu.name
+        self.renew_due_ns = 0
         self.handles: dict[bytes, int] = {}
         self.domains: dict[int, Domain] = {}
         """By identity of the fabric."""
@@ -97,7 +101,7 @@ class DpuSession:
     ) -> None:
         self.address = address
         self.first_attempt = threading.Event()
-        """Set once the DPU, and every region that serves, was tried once."""
+        """Set once the DPU was found not to answer, or none of its regions is starting and each was tried once."""
         self.error: EntresolError | None = UnavailableError(f"{address} was not reached yet")
         """Why there is no session now."""
         self.regions: tuple[RegionFacts, ...] = ()
@@ -194,7 +198,8 @@ class DpuSession:
             except Exception:  # the agent's only way back to this DPU
                 log.exception("keeping a session failed", extra={"dpu": self.address})
                 wait_s = self._settings.reconnect.pause_max_s
-            self.first_attempt.set()
+            if self._open is None or not self._any_coming():
+                self.first_attempt.set()
             self._wake.wait(wait_s)
             self._wake.clear()
 
@@ -235,7 +240,7 @@ class DpuSession:
             self.error = error
             self._backoff.failed(self._clock.monotonic_ns())
             return None
-        session = _Open(answer, self._clock.monotonic_ns())
+        session = _Open(answer)
         for digest, grant in zip(digests, answer.namespaces):
             session.handles[digest] = grant.handle
         with self._lock:
@@ -243,7 +248,8 @@ class DpuSession:
             self._suspect = False
         self.error = None
         self._backoff.succeeded()
-        self._take_regions(answer.regions)
+        self._take_regions(answer.regions, session.dpu_name or self.address)
+        session.renew_due_ns = self._clock.monotonic_ns() + self._renewal_period_ns(session)
         for digest in [digest for digest in list(self._records) if digest not in session.handles]:
             self.add_namespace(digest, self._records[digest])  # opened by the client meanwhile
         return session
@@ -253,7 +259,7 @@ class DpuSession:
         request = control_pb2.KeepAliveRequest(
             session_id=session.session_id, token=session.token, regions_epoch=session.epoch
         )
-        period_ns = int(session.ttl_s / _KEEP_ALIVES_PER_TTL * NS_PER_S)
+        period_ns = self._renewal_period_ns(session)
         try:
             answer = self._call(self._stub.KeepAlive, request)
         except (NotFoundError, PermissionDeniedError) as error:
@@ -264,24 +270,31 @@ class DpuSession:
             log.warning("a session could not be renewed", extra={"dpu": self.address, "error": str(error)})
             session.renew_due_ns = self._clock.monotonic_ns() + period_ns // 2
             return session
-        session.renew_due_ns = self._clock.monotonic_ns() + period_ns
         if answer.regions_epoch != session.epoch:
             session.epoch = answer.regions_epoch
-            self._take_regions(answer.regions)
+            self._take_regions(answer.regions, session.dpu_name or self.address)
+        session.renew_due_ns = self._clock.monotonic_ns() + self._renewal_period_ns(session)
         for digest in [digest for digest in list(self._records) if digest not in session.handles]:
             self.add_namespace(digest, self._records[digest])
         for region in self._by_name.values():
             region.link.probe()
         return session
 
-    def _take_regions(self, infos: Sequence[Any]) -> None:
+    def _any_coming(self) -> bool:
+        return any(region.info.state in _COMING_STATES for region in self._by_name.values())
+
+    def _renewal_period_ns(self, session: _Open) -> int:
+        period_s = session.ttl_s / _KEEP_ALIVES_PER_TTL
+        return int((min(period_s, _STARTING_POLL_S) if self._any_coming() else period_s) * NS_PER_S)
+
+    def _take_regions(self, infos: Sequence[Any], dpu_name: str) -> None:
         names = {info.name for info in infos}
         for name in [name for name in self._by_name if name not in names]:
             self._by_name.pop(name).link.close("the region was removed")
         for info in infos:
             region = self._by_name.get(info.name)
             if region is None:
-                link = RegionLink(f"{self.address}/{info.name}", self._poller, self._clock, self._lost)
+                link = RegionLink(f"{dpu_name}/{info.name}", self._poller, self._clock, self._lost)
                 region = self._by_name[info.name] = _Region(link, Backoff(self._settings.reconnect, self._rng))
             elif list(region.info.fabrics) != list(info.fabrics) or region.info.state != info.state:
                 region.backoff.succeeded()  # news: try at once
