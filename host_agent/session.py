@@ -204,6 +204,8 @@ class DpuSession:
 
     def _step(self) -> float | None:
         """Do what is due; seconds until something is due again, None for never."""
+        for region in self._by_name.values():
+            region.link.probe()  # a loss that no caller has met yet is noticed here
         now_ns = self._clock.monotonic_ns()
         session = self._open
         if session is None:
@@ -275,8 +277,6 @@ class DpuSession:
         session.renew_due_ns = self._clock.monotonic_ns() + self._renewal_period_ns(session)
         for digest in [digest for digest in list(self._records) if digest not in session.handles]:
             self.add_namespace(digest, self._records[digest])
-        for region in self._by_name.values():
-            region.link.probe()
         return session
 
     def _any_coming(self) -> bool:
