@@ -119,6 +119,10 @@ class AgentCore:
             raise UnavailableError(
                 f"no DPU answers ({reasons}). Check that entresol-dpu runs there and that `dpus` names its gRPC address"
             )
+        links = [region.link for region in self._topology.regions]
+        if not any(link.up for link in links):
+            reasons = "; ".join(f"{link.name}: {link.down_reason}" for link in links) or "none is ready"
+            raise UnavailableError(f"the DPUs answer, but no region can be used ({reasons})")
 
     def _rebuild(self) -> None:
         with self._lock:

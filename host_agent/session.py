@@ -11,7 +11,6 @@ import logging
 import os
 import random
 import socket
-import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,8 +31,6 @@ from host_agent.registration import Domain, Fabrics, Grants, add_all
 
 log = logging.getLogger(__name__)
 
-_CONNECT_DATA = struct.Struct("<Q16s")
-_ACCEPT_DATA = struct.Struct("<HI")
 _CHANNEL_OPTIONS = (
     ("grpc.enable_http_proxy", 0),
     ("grpc.initial_reconnect_backoff_ms", 50),
@@ -41,6 +38,9 @@ _CHANNEL_OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 1000),
 )
 _KEEP_ALIVES_PER_TTL = 3
+_STARTING_POLL_S = 0.2
+"""How often the DPU is asked while a region of it starts or restarts."""
+_COMING_STATES = (control_pb2.REGION_STATE_STARTING, control_pb2.REGION_STATE_RESTARTING)
 _ABSENT_STATES = (control_pb2.REGION_STATE_FAILED, control_pb2.REGION_STATE_STOPPED)
 """Of regions that hold no blocks until somebody acts, so placement leaves them out."""
 
@@ -62,6 +62,8 @@ class _Region:
         self.backoff = backoff
         self.info: Any = None
         """The newest `control_pb2.Region`."""
+        self.facts: RegionFacts | None = None
+        """What placement last knew; kept while the region's worker starts again and cannot say it."""
         self.connected_ns: int | None = None
         """Since when, as far as its loss was not noticed here yet."""
 
@@ -69,12 +71,13 @@ class _Region:
 class _Open:
     """One open session and what belongs to it alone."""
 
-    def __init__(self, answer: Any, now_ns: int) -> None:
+    def __init__(self, answer: Any) -> None:
         self.session_id: int = answer.session_id
         self.token: bytes = answer.token
         self.ttl_s = answer.ttl_ms / 1000
         self.epoch: int = answer.regions_epoch
-        self.renew_due_ns = now_ns + int(self.ttl_s / _KEEP_ALIVES_PER_TTL * NS_PER_S)
+        self.dpu_name: str = answer.dpu.name
+        self.renew_due_ns = 0
         self.handles: dict[bytes, int] = {}
         self.domains: dict[int, Domain] = {}
         """By identity of the fabric."""
@@ -97,7 +100,7 @@ class DpuSession:
     ) -> None:
         self.address = address
         self.first_attempt = threading.Event()
-        """Set once the DPU, and every region that serves, was tried once."""
+        """Set once the DPU was found not to answer, or none of its regions is starting and each was tried once."""
         self.error: EntresolError | None = UnavailableError(f"{address} was not reached yet")
         """Why there is no session now."""
         self.regions: tuple[RegionFacts, ...] = ()
@@ -194,12 +197,15 @@ class DpuSession:
             except Exception:  # the agent's only way back to this DPU
                 log.exception("keeping a session failed", extra={"dpu": self.address})
                 wait_s = self._settings.reconnect.pause_max_s
-            self.first_attempt.set()
+            if self._open is None or not self._any_coming():
+                self.first_attempt.set()
             self._wake.wait(wait_s)
             self._wake.clear()
 
     def _step(self) -> float | None:
         """Do what is due; seconds until something is due again, None for never."""
+        for region in self._by_name.values():
+            region.link.probe()  # a loss that no caller has met yet is noticed here
         now_ns = self._clock.monotonic_ns()
         session = self._open
         if session is None:
@@ -222,7 +228,7 @@ class DpuSession:
         request = control_pb2.OpenSessionRequest(
             agent_name=self._settings.name or f"{socket.gethostname()}/pid {os.getpid()}",
             tenant=self._settings.tenant,
-            client_version=_client_version(),
+            client_version=client_version(),
             wire_version_min=wire.VERSION,
             wire_version_max=wire.VERSION,
             namespaces=[self._records[digest] for digest in digests],
@@ -235,7 +241,7 @@ class DpuSession:
             self.error = error
             self._backoff.failed(self._clock.monotonic_ns())
             return None
-        session = _Open(answer, self._clock.monotonic_ns())
+        session = _Open(answer)
         for digest, grant in zip(digests, answer.namespaces):
             session.handles[digest] = grant.handle
         with self._lock:
@@ -243,7 +249,8 @@ class DpuSession:
             self._suspect = False
         self.error = None
         self._backoff.succeeded()
-        self._take_regions(answer.regions)
+        self._take_regions(answer.regions, session.dpu_name or self.address)
+        session.renew_due_ns = self._clock.monotonic_ns() + self._renewal_period_ns(session)
         for digest in [digest for digest in list(self._records) if digest not in session.handles]:
             self.add_namespace(digest, self._records[digest])  # opened by the client meanwhile
         return session
@@ -253,7 +260,7 @@ class DpuSession:
         request = control_pb2.KeepAliveRequest(
             session_id=session.session_id, token=session.token, regions_epoch=session.epoch
         )
-        period_ns = int(session.ttl_s / _KEEP_ALIVES_PER_TTL * NS_PER_S)
+        period_ns = self._renewal_period_ns(session)
         try:
             answer = self._call(self._stub.KeepAlive, request)
         except (NotFoundError, PermissionDeniedError) as error:
@@ -264,33 +271,37 @@ class DpuSession:
             log.warning("a session could not be renewed", extra={"dpu": self.address, "error": str(error)})
             session.renew_due_ns = self._clock.monotonic_ns() + period_ns // 2
             return session
-        session.renew_due_ns = self._clock.monotonic_ns() + period_ns
         if answer.regions_epoch != session.epoch:
             session.epoch = answer.regions_epoch
-            self._take_regions(answer.regions)
+            self._take_regions(answer.regions, session.dpu_name or self.address)
+        session.renew_due_ns = self._clock.monotonic_ns() + self._renewal_period_ns(session)
         for digest in [digest for digest in list(self._records) if digest not in session.handles]:
             self.add_namespace(digest, self._records[digest])
-        for region in self._by_name.values():
-            region.link.probe()
         return session
 
-    def _take_regions(self, infos: Sequence[Any]) -> None:
+    def _any_coming(self) -> bool:
+        return any(region.info.state in _COMING_STATES for region in self._by_name.values())
+
+    def _renewal_period_ns(self, session: _Open) -> int:
+        period_s = session.ttl_s / _KEEP_ALIVES_PER_TTL
+        return int((min(period_s, _STARTING_POLL_S) if self._any_coming() else period_s) * NS_PER_S)
+
+    def _take_regions(self, infos: Sequence[Any], dpu_name: str) -> None:
         names = {info.name for info in infos}
         for name in [name for name in self._by_name if name not in names]:
             self._by_name.pop(name).link.close("the region was removed")
         for info in infos:
             region = self._by_name.get(info.name)
             if region is None:
-                link = RegionLink(f"{self.address}/{info.name}", self._poller, self._clock, self._lost)
+                link = RegionLink(f"{dpu_name}/{info.name}", self._poller, self._clock, self._lost)
                 region = self._by_name[info.name] = _Region(link, Backoff(self._settings.reconnect, self._rng))
             elif list(region.info.fabrics) != list(info.fabrics) or region.info.state != info.state:
                 region.backoff.succeeded()  # news: try at once
             region.info = info
-        facts = tuple(
-            RegionFacts(info.name, info.uuid, info.slot_bytes, info.weight, self._by_name[info.name].link)
-            for info in infos
-            if info.uuid and info.state not in _ABSENT_STATES
-        )
+            if info.uuid:
+                region.facts = RegionFacts(info.name, info.uuid, info.slot_bytes, info.weight, region.link)
+        regions = [self._by_name[info.name] for info in infos if info.state not in _ABSENT_STATES]
+        facts = tuple(region.facts for region in regions if region.facts is not None)
         if facts != self.regions:
             self.regions = facts
             self._changed()
@@ -338,20 +349,21 @@ class DpuSession:
         timeout_s = min(self._settings.control_timeout_s, session.ttl_s / _KEEP_ALIVES_PER_TTL)
         buffers = CapsuleBuffers(domain.fabric, domain.pd, count)
         try:
-            private_data = _CONNECT_DATA.pack(session.session_id, session.token)
+            private_data = wire.CONNECT_DATA.pack(session.session_id, session.token)
             connection = domain.fabric.connect(address, domain.pd, limits, buffers.recvs, private_data, timeout_s)
         except ShimError:
             buffers.close()
             raise
         accepted = connection.private_data
-        whole = len(accepted) >= _ACCEPT_DATA.size
-        granted, slot_bytes = _ACCEPT_DATA.unpack_from(accepted) if whole else (0, 0)
-        if not granted or slot_bytes != region.info.slot_bytes:  # retrieving whole blocks trusts slot_bytes
+        whole = len(accepted) == wire.ACCEPT_DATA.size
+        granted, slot_bytes, uuid = wire.ACCEPT_DATA.unpack(accepted) if whole else (0, 0, b"")
+        # Retrieving whole blocks trusts slot_bytes; the uuid tells a region from another that got its address.
+        if not granted or (slot_bytes, uuid) != (region.info.slot_bytes, region.info.uuid):
             connection.close()
             buffers.close()
             raise UnavailableError(
-                f"{region.link.name} grants {granted} credits and has slots of {slot_bytes} bytes, "
-                f"where the DPU said {region.info.slot_bytes}"
+                f"{region.link.name} is not what the DPU said: it grants {granted} credits and has slots of "
+                f"{slot_bytes} bytes and uuid {uuid.hex()}, not {region.info.slot_bytes} and {region.info.uuid.hex()}"
             )
         region.link.attach(connection, buffers, granted, Grants(domain, session.handles))
         log.info("connected to a region", extra={"region": region.link.name, "address": address})
@@ -401,7 +413,7 @@ def _preferred(endpoints: Sequence[Any], order: Sequence[str]) -> list[Any]:
     return sorted((e for e in endpoints if e.name in order), key=lambda endpoint: order.index(endpoint.name))
 
 
-def _client_version() -> str:
+def client_version() -> str:
     from importlib.metadata import PackageNotFoundError, version
 
     try:
