@@ -12,7 +12,6 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from dpu_app.regions.huge_array import huge_zeros
 from dpu_app.regions.index import SlotIndex
 from dpu_app.regions.key_hash import LANES
 
@@ -22,7 +21,6 @@ Mask: TypeAlias = npt.NDArray[np.bool_]
 
 _LOWS = np.uint64(0x0101010101010101)
 _HIGHS = np.uint64(0x8080808080808080)
-_HALF = np.uint64(32)
 _ONE = np.uint64(1)
 _LANE_OF_BYTE = np.uint64(0x0001020304050607)
 _SEVEN = np.uint64(7)
@@ -41,74 +39,50 @@ class BulkLoad:
         self._fill = np.zeros(self._hash.buckets, np.uint8)
         """Cells in use per bucket: they fill from the first on, because nothing is removed meanwhile."""
         self._homeless: list[Slots] = []
-        """Slots whose buckets were full, or whose key may be there already: `finish` sees to them."""
+        """Slots that found no cell at once, or whose key may be there already: `finish` sees to them."""
         self._random = np.random.default_rng(0)
         self.losers: list[int] = []
         """Slots whose key another slot holds with a later generation."""
-        self.fingerprints = huge_zeros(index.slots, np.uint32)
-        """Of each slot's key, folded to 32 bits."""
 
-    def add(self, slots: Slots) -> None:
-        """Hash the keys of `slots`, ascending: their columns and flags are set."""
-        index = self._index
-        first, last = int(slots[0]), int(slots[-1]) + 1
-        place: slice | Slots = slice(first, last) if last - first == len(slots) else slots
-        hashed = self._hash.hash_many(index.key_lo[place], index.key_hi[place], index.namespace[place])
-        self.fingerprints[place] = hashed ^ (hashed >> _HALF)
-        tags, first_bucket, second_bucket = self._hash.places_many(hashed)
-        self._place(slots, tags, first_bucket.view(np.int64), second_bucket.view(np.int64))
+    def add(self, slots: Slots, hashes: U64s) -> None:
+        """Place slots whose columns are set. `hashes` are the index's, of their keys."""
+        tags, first, second = self._hash.places_many(hashes)
+        full = self._place(slots, tags, first.view(np.int64))
+        if len(full):
+            crowded = self._place(slots[full], tags[full], second[full].view(np.int64))
+            self._homeless.append(slots[full[crowded]])
 
-    def _place(self, slots: Slots, tags: U64s, buckets: Slots, others: Slots | None) -> None:
-        """Each slot into its bucket; where that is full into the other one, or (`others` None) to the homeless.
+    def _place(self, slots: Slots, tags: U64s, buckets: Slots) -> Slots:
+        """Each slot into the next cell of its bucket. Positions of those whose bucket was full.
 
         A slot whose tag is in the bucket already is put off to `finish`: it may have the key of another slot. That
-        misses no pair of them: a bucket that was full is full for good, so both look into the same one.
+        misses no pair of them: a bucket that was full is full for good, so both look into the same one. So is a slot
+        that met another one at its cell.
         """
-        fills = self._fill
-        spilt: list[tuple[Slots, U64s, Slots]] = []
-        while len(slots):
-            fill = fills.take(buckets)
-            open_ = fill < LANES
-            lanes = self._hash.tags.take(buckets)
-            lanes ^= tags * _LOWS
-            clear = _zero_bytes(lanes) == 0
-            doubtful = np.flatnonzero(~clear)
-            if len(doubtful):
-                self._homeless.append(slots[doubtful])
-            full = np.flatnonzero(clear & ~open_)
-            if len(full):
-                if others is None:
-                    self._homeless.append(slots[full])
-                else:
-                    spilt.append((slots[full], tags[full], others[full]))
-            if len(doubtful) or len(full):
-                stay = np.flatnonzero(clear & open_)
-                slots, tags, buckets, fill = slots[stay], tags[stay], buckets[stay], fill[stay]
-                if others is not None:
-                    others = others[stay]
-            cell = buckets * LANES
-            cell += fill
-            lost = self._claim(cell, slots, tags)
-            fill += 1
-            fills[buckets] = fill  # the same number for all that met in one cell
-            slots, tags, buckets = slots[lost], tags[lost], buckets[lost]
-            if others is not None:
-                others = others[lost]
-        for slots_left, tags_left, buckets_left in spilt:
-            self._place(slots_left, tags_left, buckets_left, None)
+        fill = self._fill.take(buckets)
+        open_ = fill < LANES
+        lanes = self._hash.tags.take(buckets)
+        lanes ^= tags * _LOWS
+        clear = _zero_bytes(lanes) == 0
+        full = np.flatnonzero(clear & ~open_)
+        self._homeless.append(slots[~clear])
+        stay = np.flatnonzero(clear & open_)
+        slots, tags, buckets, fill = slots[stay], tags[stay], buckets[stay], fill[stay]
+        cell = buckets * LANES
+        cell += fill
+        won = self._claim(cell, slots, tags)
+        self._homeless.append(slots[~won])
+        fill += 1
+        self._fill[buckets] = fill  # the same number for all that met at one cell
+        return full
 
-    def _claim(self, cell: Slots, slots: Slots, tags: U64s) -> Slots:
-        """Write slots and tags to cells; where several name one cell, one of them has it. Positions of the others."""
-        cells, tags8 = self._hash.cells, self._hash.tags8
+    def _claim(self, cell: Slots, slots: Slots, tags: U64s) -> Mask:
+        """Write slots and tags to cells; where several name one cell, one of them has it. Which ones have theirs."""
+        cells = self._hash.cells
         cells[cell] = slots
-        lost = np.flatnonzero(cells.take(cell) != slots)
-        if len(lost) == 0:
-            tags8[cell] = tags
-            return lost
-        won = np.ones(len(cell), np.bool_)
-        won[lost] = False
-        tags8[cell[won]] = tags[won]
-        return lost
+        won: Mask = np.equal(cells.take(cell), slots)
+        self._hash.tags8[cell[won]] = tags[won]
+        return won
 
     def _settled(self, slots: Slots) -> Mask:
         index = self._index
@@ -177,10 +151,8 @@ class BulkLoad:
             cell = buckets * LANES
             cell += lane
             previous = hash_.cells.take(cell).astype(np.int64)
-            hash_.cells[cell] = slots
-            lost = hash_.cells.take(cell) != slots  # several at one cell: one of them has it
-            won = ~lost
-            hash_.tags8[cell[won]] = tags[won]
+            won = self._claim(cell, slots, tags)
+            lost = ~won
             moved = np.flatnonzero(won & full)
             displaced, left = previous[moved], buckets[moved]
             next_tags, first, second = hash_.places_many(hash_.hash_slots(displaced))
