@@ -25,6 +25,8 @@ _ONE = np.uint64(1)
 _LANE_OF_BYTE = np.uint64(0x0001020304050607)
 _SEVEN = np.uint64(7)
 _TOP = np.uint64(56)
+_PIECE = 1 << 15
+"""Keys that `finish` handles at a time, so that temporaries stay in the cache."""
 _FEW = 64
 """So few keys are placed faster one by one."""
 _ROUNDS_MAX = 200
@@ -109,24 +111,18 @@ class BulkLoad:
         """Place what is left, by displacing others where both buckets are full."""
         slots = np.concatenate(self._homeless) if self._homeless else np.zeros(0, np.int64)
         self._homeless.clear()
-        slots = slots[~self._settled(slots)]
-        hashed = self._hash.hash_slots(slots)
-        slots, hashed = self._settle_among(slots, hashed)
-        tags, buckets, _ = self._hash.places_many(hashed)
-        self._displace(slots, tags, buckets.view(np.int64))
-
-    def _settle_among(self, slots: Slots, hashed: U64s) -> tuple[Slots, U64s]:
-        """Without those that may have the key of another one of `slots`: these are placed here, one by one."""
-        order = np.argsort(hashed)
-        same = hashed[order[1:]] == hashed[order[:-1]]
-        if not same.any():
-            return slots, hashed
-        doubtful = np.zeros(len(slots), np.bool_)
-        doubtful[order[1:][same]] = True
-        doubtful[order[:-1][same]] = True
-        for slot in slots[doubtful].tolist():
-            self._insert_or_settle(slot)
-        return slots[~doubtful], hashed[~doubtful]
+        pieces = [slots[start : start + _PIECE] for start in range(0, len(slots), _PIECE)]
+        pieces = [piece[~self._settled(piece)] for piece in pieces]
+        hashes = [self._hash.hash_slots(piece) for piece in pieces]
+        repeated = _repeated(hashes)
+        for piece, hashed in zip(pieces, hashes):
+            if len(repeated):  # perhaps one key: one by one, so that the second finds the first
+                alike = np.isin(hashed, repeated)
+                for slot in piece[alike].tolist():
+                    self._insert_or_settle(slot)
+                piece, hashed = piece[~alike], hashed[~alike]
+            tags, buckets, _ = self._hash.places_many(hashed)
+            self._displace(piece, tags, buckets.view(np.int64))
 
     def _insert_or_settle(self, slot: int) -> None:
         index = self._index
@@ -162,6 +158,15 @@ class BulkLoad:
             buckets = np.concatenate((buckets[lost], onward))
         for slot in slots.tolist():
             self._insert_or_settle(slot)
+
+
+def _repeated(hashes: list[U64s]) -> U64s:
+    """The numbers that come more than once."""
+    if not hashes:
+        return np.zeros(0, np.uint64)
+    numbers = np.concatenate(hashes)
+    numbers.sort()
+    return np.unique(numbers[1:][numbers[1:] == numbers[:-1]])
 
 
 def _zero_bytes(words: U64s) -> U64s:

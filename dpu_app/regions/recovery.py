@@ -16,6 +16,7 @@ from doca_shims.api import FlashDevice, Memory
 from dpu_app.regions import eviction as policies
 from dpu_app.regions.blocking_flash import BlockingFlash
 from dpu_app.regions.eviction import EvictionPolicy
+from dpu_app.regions.huge_array import give_back_scratch
 from dpu_app.regions.index import SlotIndex
 from dpu_app.regions.superblock import (
     SUPERBLOCK_BYTES,
@@ -137,6 +138,7 @@ def open_region(
     io = BlockingFlash(flash, memory)
     reader.read(io)
     reader.restore_order(policy)
+    give_back_scratch()
     # A copy that cannot be read may have said more than this one does.
     unverified = not superblock.clean or bool(messages)
     newest = max(superblock.generation, reader.newest_generation)
