@@ -16,7 +16,7 @@ from doca_shims.api import FlashDevice, Memory
 from dpu_app.regions import eviction as policies
 from dpu_app.regions.blocking_flash import BlockingFlash
 from dpu_app.regions.eviction import EvictionPolicy
-from dpu_app.regions.huge_array import give_back_scratch
+from dpu_app.regions.huge_array import give_back_scratch, prepare_scratch
 from dpu_app.regions.index import SlotIndex
 from dpu_app.regions.superblock import (
     SUPERBLOCK_BYTES,
@@ -134,6 +134,7 @@ def open_region(
     superblock, messages = read_superblock(flash, memory)
     index = SlotIndex(superblock.geometry.slots)
     policy = policies.create(eviction, superblock.geometry.slots)
+    prepare_scratch()
     reader = TableReader(superblock, index, int(time.time()) if now_s is None else now_s)
     io = BlockingFlash(flash, memory)
     reader.read(io)
