@@ -18,7 +18,8 @@ Slots: TypeAlias = npt.NDArray[np.int64]
 U64s: TypeAlias = npt.NDArray[np.uint64]
 Integers: TypeAlias = npt.NDArray[np.integer]
 
-LANES = 8
+_LANE_BITS = 3
+LANES = 1 << _LANE_BITS
 LOAD_MAX = 0.9
 """Cells in use when every slot is: above, insertions displace too many others; below, memory is wasted."""
 _KICKS_MAX = 500
@@ -138,9 +139,9 @@ class KeyHash:
         lanes ^= tags
         matches = (lanes.view(np.uint8).reshape(-1) == 0).nonzero()[0]
         if len(matches):
-            which = matches >> 3
+            which = matches >> _LANE_BITS
             cells = buckets.reshape(-1).take(which)
-            cells <<= 3
+            cells <<= _LANE_BITS
             matches &= LANES - 1
             cells += matches
             which[which >= count] -= count
