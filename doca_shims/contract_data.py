@@ -279,6 +279,28 @@ def poll_is_bounded(harness: FabricHarness) -> None:
         expect(order == list(range(9)), f"order {order}")
 
 
+def memory_comes_and_goes(harness: FabricHarness) -> None:
+    """Memory allocated, registered, used and freed again and again on one connection leaves nothing mapped."""
+
+    def mapped() -> int:
+        with open("/proc/self/maps", encoding="ascii", errors="replace") as maps:
+            return sum(1 for _ in maps)
+
+    with Pair(harness) as pair:
+        counts = []
+        for turn in range(20):
+            memory = pair.fabric.allocate(65536)
+            with closing(pair.b.pd.register(memory.address, 65536, ALL_ACCESS)) as region:
+                pair.a.memory.view[:1] = bytes([turn])
+                write = pair.a.transfer(turn, Opcode.RDMA_WRITE, (0, 1), (memory.address + 9, region.rkey))
+                pair.a.connection.post_send([write])
+                expect(statuses(collect(pair.a.connection, 1)) == [0], "a WRITE to new memory failed")
+                expect(memory.view[9] == turn, "a WRITE went to other memory")
+            memory.close()
+            counts.append(mapped())
+        expect(counts[-1] <= counts[4] + 4, f"mappings after each turn: {counts}")
+
+
 def two_connections_of_one_domain(harness: FabricHarness) -> None:
     """Regions of a domain serve all its connections, and a closed connection leaves the others alone."""
     with Pair(harness) as pair:
@@ -309,5 +331,6 @@ CHECKS: list[Callable[[FabricHarness], None]] = [
     write_before_send,
     local_completions_are_announced,
     poll_is_bounded,
+    memory_comes_and_goes,
     two_connections_of_one_domain,
 ]

@@ -170,7 +170,7 @@ class Initiator:
         slot, word, row = found
         delta = None
         if word & KIND_MASK == SHARED:
-            mapped = self._process.map_memory(row)
+            mapped = self._process.map_memory(row, self._table.live_inodes)
             delta = None if mapped is None else mapped - row.memory_address
         readable = bool(row.access & Access.REMOTE_READ)
         writable = bool(row.access & Access.REMOTE_WRITE)

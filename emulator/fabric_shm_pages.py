@@ -157,6 +157,16 @@ class RegionTable(_SharedPages):
         self.quads[WORDS + slot] = word
         fence()
 
+    def live_inodes(self) -> set[int]:
+        """The memfds that valid regions lie in. For the peer."""
+        count = min(self.quads[_HIGH_WATER], TABLE_SLOTS)
+        inode = RegionRow._fields.index("inode")
+        return {
+            self.quads[_ROWS + slot * _ROW_QUADS + inode]
+            for slot, word in enumerate(self.quads[WORDS : WORDS + count].tolist())
+            if word & KIND_MASK != REVOKED
+        }
+
     def find(self, rkey: int) -> tuple[int, int, RegionRow] | None:
         """(slot, word, row) of a valid region, or None. For the peer."""
         count = min(self.quads[_HIGH_WATER], TABLE_SLOTS)

@@ -221,7 +221,8 @@ class TcpConnection(QueuePair):
         while self._uses(region):
             if time.monotonic() > deadline_s:
                 with self._lock:
-                    self._fail(WcStatus.LOC_PROT_ERR)
+                    ours = bool(self._inflight) and region in self._inflight[0].regions
+                    self._fail(WcStatus.LOC_PROT_ERR if ours else WcStatus.WR_FLUSH_ERR)
                 self._break()
                 with self._lock:
                     self._lock.wait_for(lambda: region not in self._touching, _JOIN_LIMIT_S)
