@@ -19,11 +19,13 @@ from emulator.fabric_shm_pages import (
     CLOSED,
     IDLE,
     IN_KERNEL,
+    KEY_MASK,
     KIND_MASK,
     LENGTH,
     READING,
     SHARED,
     SUSPENDED,
+    TARGET,
     WORDS,
     WRITING,
     ControlPage,
@@ -111,6 +113,7 @@ class Initiator:
         not, or the owner cut the copy short; look the region up again."""
         theirs = self._theirs
         target = self._target
+        theirs[TARGET] = word & KEY_MASK
         target[BASE] = start
         target[LENGTH] = total
         theirs[BUSY] = IN_KERNEL if delta is None else READING if read else WRITING

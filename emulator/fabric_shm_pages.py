@@ -31,6 +31,8 @@ SENT = 3
 WAITING = 4
 """The peer has a SEND and no receive to send it to; the owner rings its event when it posts one."""
 BUSY = 16
+TARGET = 17
+"""The rkey of the transfer that BUSY, BASE and LENGTH are about. The peer writes BUSY last."""
 POSTED_SIZES = 64
 SENT_SIZES = POSTED_SIZES + 1024
 RING_SLOTS = 1024
