@@ -470,9 +470,10 @@ class Client:
             alone = block.stores_open == 1
             block.expires_wall_ns = self.wall_ns() + item.ttl_s * NS_PER_S if item.ttl_s and alone else 0
             block.expires_sent = block.stores_sent
-        if request.flags & Flags.UNTIL_FLASH and not block.mortal and not block.deletes_open:
+            if request.arrived > block.excused_at:
+                block.excused = False
+        if request.flags & Flags.UNTIL_FLASH and not (block.mortal or block.deletes_open or block.excused):
             block.on_flash_at = self.now_step()
-            block.excused = block.excused and status is Status.EXISTS
 
     def _judge_load(self, request: Request, item: Item, block: Block, row: np.void) -> None:
         if not item.buffers:

@@ -50,7 +50,8 @@ class Block:
     mortal: bool = False
     """Was ever stored with a TTL, so that it may vanish by itself."""
     excused: bool = False
-    """Flash was told to lose or damage it."""
+    excused_at: int = 0
+    """Flash was told to lose or damage it, or the block that had its place in the slot table."""
 
     def may_vanish(self) -> None:
         """Something may have removed it."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from unittest import mock
 
 import xxhash
@@ -230,7 +231,7 @@ class World:
             client = next(client for client in self.clients if block.digest in client.handles.values())
             client.read_now(block)
             self._deliver_all(client)
-            self._settle(lambda client=client: not client.requests, "reading after recovery")
+            self._settle(partial(_answered_all, client), "reading after recovery")
             status = client.last_status
             require(status is Status.OK, f"block {block.number}, on flash before the crash: {status.name} after it")
         self.flash.plan = plan
@@ -396,6 +397,7 @@ class World:
                     block = self._block_in(slot)
                     if block is not None:
                         block.excused = True
+                        block.excused_at = self.step_number
                         block.may_vanish()
 
     def _slots_in(self, fault: Fault) -> range:
@@ -473,7 +475,7 @@ class World:
                 if len(client.requests) < CREDITS:
                     self._deliver(client)
                 else:
-                    self._settle(lambda client=client: len(client.requests) < CREDITS, "an answer")
+                    self._settle(partial(_has_credit, client), "an answer")
         self._settle(lambda: not any(client.requests for client in self.clients), "answering")
         self._pass_time(31 * NS_PER_S)
         self._settle(lambda: not self.flash.in_flight and not self.fabric.busy(), "the work of nobody")
@@ -493,6 +495,14 @@ class World:
                 self._check_lease(client, lease)
             require(not client.leases, "a lease is readable after its time")
         self._check_counts()
+
+
+def _answered_all(client: Client) -> bool:
+    return not client.requests
+
+
+def _has_credit(client: Client) -> bool:
+    return len(client.requests) < CREDITS
 
 
 @contextmanager
