@@ -2,18 +2,33 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+RUN_STAMP := $(VENV)/.installed-run
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lint type test proto proto-check demo clean
+.PHONY: help apt venv lint type test proto proto-check demo clean
 
 help: ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-$(STAMP): pyproject.toml
+# What a user needs: the distribution and its dependencies, all of them wheels (no compiler).
+$(RUN_STAMP): pyproject.toml
+	@$(call HAS_VENV) || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && $(MAKE) apt; } || true
+	@$(call HAS_VENV) || { echo "$(PYTHON) is not Python 3.10 or newer with its venv module. On Debian and Ubuntu, as" \
+		"root: make apt. With another interpreter: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -e .
+	@touch $@
+
+$(STAMP): pyproject.toml $(RUN_STAMP)
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
 	@touch $@
+
+HAS_VENV = $(PYTHON) -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null
+
+apt: ## install python3 and its venv module from Debian's or Ubuntu's packages (as root; make demo does it itself then)
+	apt-get update -qq
+	DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends python3 python3-venv
 
 # The generator has an environment of its own: its version is the oldest grpcio and protobuf that users may have.
 PROTO_VENV ?= .venv-proto
@@ -29,6 +44,9 @@ $(PROTO_STAMP):
 	$(PYTHON) -m venv $(PROTO_VENV)
 	$(PROTO_VENV)/bin/pip install --quiet --disable-pip-version-check $(PROTO_TOOLS)
 	@touch $@
+
+demo: $(RUN_STAMP) ## the main job end to end in the emulator; options in DEMO, as DEMO='--fabric emu-tcp --keep'
+	$(BIN)/entresol-emu demo $(DEMO)
 
 venv: $(STAMP) ## make the virtual environment
 

@@ -13,6 +13,7 @@ import dataclasses
 import difflib
 import enum
 import io
+import os
 import re
 import types
 import typing
@@ -90,7 +91,7 @@ def load_file(path: str | Path, cls: type[T]) -> T:
         raise ConfigError(str(path), [Problem(0, "", f"cannot be read: {error.strerror}")]) from error
     except UnicodeDecodeError as error:
         raise ConfigError(str(path), [Problem(0, "", "is not UTF-8 text")]) from error
-    return load_text(text, cls, source=str(path), directory=path.absolute().parent)
+    return load_text(text, cls, source=str(path), directory=path.parent.resolve())
 
 
 def load_text(text: str, cls: type[T], source: str = "configuration", directory: Path | None = None) -> T:
@@ -335,7 +336,7 @@ class _Reader:
 
     def _path(self, text: str) -> Path:
         path = Path(text).expanduser()
-        return self._directory / path if self._directory is not None else path
+        return Path(os.path.normpath(self._directory / path)) if self._directory is not None else path
 
 
 def _float(text: str, kind: str) -> float:

@@ -95,5 +95,6 @@ def approximate_size(size_bytes: float) -> str:
     """For people's eyes: three digits and a binary unit, such as "1.50 GiB"."""
     for unit in _SIZE_FORMATS:
         if size_bytes >= SIZE_UNITS[unit]:
-            return f"{size_bytes / SIZE_UNITS[unit]:.3g} {unit}"
+            amount = size_bytes / SIZE_UNITS[unit]
+            return f"{amount:.0f} {unit}" if amount >= 100 else f"{amount:.3g} {unit}"
     return f"{size_bytes:.0f} B"

@@ -156,8 +156,8 @@ class DpuConfig:
     state_dir: Path
     """Private to the user: run.json, the regions made by RPC, sockets. Made if absent."""
     fabric: FabricSettings
-    listen: str = "127.0.0.1:0"
-    """gRPC: host:port, or unix:PATH with {state_dir} filled in."""
+    listen: str = "unix:{state_dir}/control.sock"
+    """gRPC: unix:PATH, which only this user reaches, or host:port. {state_dir} is filled in."""
     allow_remote: bool = False
     """Needed for a `listen` beyond this machine: there is no authentication but the tenant's name."""
     session_ttl_s: Annotated[DurationS, Between(0.1, 3600)] = 6.0

@@ -242,7 +242,7 @@ class RegionServer:
         del self._peers[connection_id]
         if reason:
             _LOG.info("connection closed", extra={"peer": peer.name, "session": peer.session_id, "reason": reason})
-            self._tell("session_lost", session_id=peer.session_id, reason=reason)
+            self._tell("connection_lost", session_id=peer.session_id, reason=reason)
 
     # ---------------------------------------------------------------- the supervisor's channel
 

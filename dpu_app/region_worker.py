@@ -25,7 +25,8 @@ from dpu_app.sessions import NamespaceGrant, Session
 from dpu_app.worker_channel import Message, SupervisorEnd
 
 CALL_TIMEOUT_S = 5.0
-STOP_TIMEOUT_S = 10.0
+STOP_TIMEOUT_S = 15.0
+"""A worker told to stop flushes for up to 10 s first."""
 SILENCE_MAX_S = 30.0
 """A worker that answers nothing for so long hangs, and is killed and restarted."""
 SILENCE_CHECK_S = 5.0
@@ -96,8 +97,8 @@ class WorkerHooks:
     """Those open now."""
     changed: Callable[[RegionWorker], None]
     """State or facts are others than before."""
-    session_lost: Callable[[int, str], None]
-    """(session id, reason)"""
+    connection_lost: Callable[[int, str], None]
+    """(session id, reason): an agent's connection to this worker broke."""
 
 
 class RegionWorker:
@@ -160,14 +161,15 @@ class RegionWorker:
         return self.state
 
     async def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> bool:
-        """End the worker: asked to, and killed when it does not within the time. Whether it ended cleanly.
+        """End the worker: asked to, and killed when it does not within the time, or does not serve yet (it may be
+        reading its slot table for long; nothing is lost). Whether it ended cleanly.
 
         Idempotent. No byte moves through this worker when it returns.
         """
         self._stopping = True
         clean = True
         process = self._process
-        if process is not None and process.returncode is None:
+        if process is not None and process.returncode is None and self._attached:
             clean = await self._ask_to_stop(process, timeout_s)
         if self._runner is not None:
             self._runner.cancel()
@@ -300,8 +302,8 @@ class RegionWorker:
                 self._channel.call("drain", {"timeout_s": 0.0}, CALL_TIMEOUT_S).add_done_callback(self._log_failed_call)
         elif name == "failed":
             self._failure = event
-        elif name == "session_lost":
-            self._hooks.session_lost(int(event["session_id"]), str(event.get("reason", "")))
+        elif name == "connection_lost":
+            self._hooks.connection_lost(int(event["session_id"]), str(event.get("reason", "")))
         else:
             raise ValueError(f"unknown event {name!r}")
 

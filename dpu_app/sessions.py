@@ -50,15 +50,15 @@ class Session:
     namespaces: dict[bytes, NamespaceGrant] = field(default_factory=dict)
     """By digest."""
 
-    def grant(self, digest: bytes) -> tuple[NamespaceGrant, bool]:
-        """The grant of a namespace, and whether it is new. Raises PreconditionError above NAMESPACES_MAX."""
+    def grant(self, digest: bytes) -> NamespaceGrant:
+        """The grant of a namespace, the one it has or a new one. Raises PreconditionError above NAMESPACES_MAX."""
         known = self.namespaces.get(digest)
         if known is not None:
-            return known, False
+            return known
         if len(self.namespaces) >= NAMESPACES_MAX:
             raise PreconditionError(f"a session can have {NAMESPACES_MAX} namespaces; open another session")
         grant = self.namespaces[digest] = NamespaceGrant(len(self.namespaces) + 1, digest)
-        return grant, True
+        return grant
 
 
 class SessionPeers(Protocol):
@@ -118,8 +118,10 @@ class SessionTable:
     def remaining_ns(self, session: Session) -> int:
         return max(0, session.expires_ns - self._clock.monotonic_ns())
 
-    async def open(self, tenant: str, agent_name: str, client_version: str, records: Sequence[bytes]) -> Session:
-        """A new session, known to every worker. `records` are canonical namespace records.
+    async def open(
+        self, tenant: str, agent_name: str, client_version: str, records: Sequence[bytes]
+    ) -> tuple[Session, list[NamespaceGrant]]:
+        """A new session, known to every worker, and the grants of `records` (canonical namespace records) in order.
 
         Raises UserError (malformed), PermissionDeniedError, PreconditionError, UnavailableError (too many).
         """
@@ -138,8 +140,7 @@ class SessionTable:
             now,
             now + self._ttl_ns,
         )
-        for record in records:
-            session.grant(self._digest(session, record))
+        grants = [session.grant(self._digest(session, record)) for record in records]
         self._sessions[session.session_id] = session
         try:
             await self._peers.open_session(session)
@@ -147,7 +148,7 @@ class SessionTable:
             await self._end(session, "it could not be opened")
             raise
         _LOG.info("session opened", extra=_about(session))
-        return session
+        return session, grants
 
     def keep_alive(self, session_id: int, token: bytes) -> Session:
         """Raises NotFoundError, PermissionDeniedError."""
@@ -161,7 +162,7 @@ class SessionTable:
         Raises NotFoundError, PermissionDeniedError, PreconditionError, UserError.
         """
         session = self._authenticated(session_id, token)
-        grant, _ = session.grant(self._digest(session, record))
+        grant = session.grant(self._digest(session, record))
         await self._peers.add_namespace(session, grant)
         return grant
 

@@ -70,7 +70,8 @@ def describe_error(error: BaseException) -> Message:
         return {"kind": "lower", "message": str(error), "operation": operation, "errno": error.errno or 0}
     if isinstance(error, LowerLayerError):
         return {"kind": "lower", "message": str(error), "operation": error.operation, "errno": error.errno}
-    return {"kind": "internal", "message": str(error) or type(error).__name__}
+    kind = "deadline" if isinstance(error, DeadlineError) else "internal"
+    return {"kind": kind, "message": str(error) or type(error).__name__}
 
 
 def error_from(description: Message) -> EntresolError:
@@ -82,7 +83,7 @@ def error_from(description: Message) -> EntresolError:
         error = LowerLayerError(str(description.get("operation", "")), int(description.get("errno", 0)))
         error.args = (message,)
         return error
-    return InternalError(message)
+    return DeadlineError(message) if kind == "deadline" else InternalError(message)
 
 
 class _Socket:

@@ -13,6 +13,7 @@ import threading
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from doca_shims.api import (
     Access,
@@ -42,6 +43,14 @@ MAX_SGE = 32
 
 _ALL_ACCESS = int(Access.LOCAL_WRITE | Access.REMOTE_WRITE | Access.REMOTE_READ)
 _OPCODES = (Opcode.RDMA_WRITE, Opcode.SEND, Opcode.RDMA_READ)
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    rnr_s: float
+    """How long a SEND waits for the peer to post a receive."""
+    transport_s: float
+    """How long a SEND waits for the peer's side to take or answer anything."""
 
 
 class Region:

@@ -13,7 +13,6 @@ import select
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from doca_shims.api import (
@@ -27,7 +26,7 @@ from doca_shims.api import (
     WcStatus,
 )
 from emulator import fabric_shm_pages as pages
-from emulator.fabric_core import MAX_MESSAGE_BYTES, MAX_SGE, MAX_TRANSFER_BYTES, QueuePair
+from emulator.fabric_core import MAX_MESSAGE_BYTES, MAX_SGE, MAX_TRANSFER_BYTES, QueuePair, Timeouts
 from emulator.fabric_shm_pages import ControlPage, RegionTable, fence
 from emulator.fabric_shm_peer import Peer, process_vm_readv, process_vm_writev
 from emulator.fabric_timer import Timer
@@ -38,14 +37,6 @@ if TYPE_CHECKING:
 _U32 = 0xFFFFFFFF
 _SUSPENSION_LIMIT_S = 1.0
 _memmove = ctypes.memmove
-
-
-@dataclass(frozen=True)
-class Timeouts:
-    rnr_s: float
-    """How long a SEND waits for the peer to post a receive."""
-    transport_s: float
-    """How long a SEND waits for room in the socket."""
 
 
 class _Remote(NamedTuple):

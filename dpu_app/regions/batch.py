@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import struct
 from collections.abc import Callable
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from dpu_app.regions.sessions import Connection
 
 OPEN = 255
+_UNTIL_FLASH = int(Flags.UNTIL_FLASH)
 _RESULT = struct.Struct("<BBHIQ")
 _TEMPLATES = {
     layout: bytes([OPEN]).ljust(layout.itemsize, b"\0")
@@ -33,8 +35,6 @@ _TEMPLATES = {
 
 
 class Batch:
-    """`rows` are the request's entries as Python tuples, for operations that handle them one by one."""
-
     def __init__(
         self, connection: Connection, capsule: Capsule, deadline_ns: int, answer: Callable[[Batch, bytes], None]
     ) -> None:
@@ -43,8 +43,7 @@ class Batch:
         self.connection = connection
         self.capsule = capsule
         self.op = capsule.op
-        self.until_flash = bool(capsule.flags & Flags.UNTIL_FLASH)
-        self.rows: list[Row] = capsule.entries.tolist()
+        self.until_flash = bool(capsule.flags & _UNTIL_FLASH)
         self.deadline_ns = deadline_ns
         self.closed = False
         self.remaining = count
@@ -57,6 +56,11 @@ class Batch:
         self._buffer = bytearray(_TEMPLATES[layout] * count)
         self.results = np.frombuffer(self._buffer, layout)
         """The response's entries, writable; a `status` of OPEN is not answered yet."""
+
+    @cached_property
+    def rows(self) -> list[Row]:
+        """The request's entries as Python tuples, for what handles them one by one."""
+        return self.capsule.entries.tolist()  # type: ignore[no-any-return]
 
     def open_entries(self) -> list[int]:
         statuses = self._buffer[:: self._size]

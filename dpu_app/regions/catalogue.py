@@ -106,7 +106,7 @@ class Catalogue:
         return slots
 
     def state_of(self, slot: int) -> BlockState:
-        return BlockState(int(self._window.block_state[slot]))
+        return BlockState(self._window.state_of[slot])
 
     def states_of(self, slots: Slots) -> npt.NDArray[np.uint8]:
         """BlockState of each slot; ABSENT for -1."""

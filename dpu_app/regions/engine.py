@@ -276,6 +276,8 @@ class RegionEngine:
             {
                 StatId.SLOTS: geometry.slots,
                 StatId.SLOTS_USED: catalogue.index.used,
+                StatId.SLOTS_FREE: catalogue.index.free,
+                StatId.SLOTS_IN_TRANSIT: self._store_path.incoming + catalogue.slots_in_transit,
                 StatId.SLOT_BYTES: geometry.slot_bytes,
                 StatId.USED_BYTES: int(catalogue.index.namespace_bytes.sum()),
                 StatId.FRAMES: window.layout.frames,

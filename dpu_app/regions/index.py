@@ -57,12 +57,12 @@ class SlotIndex:
         self._open_groups = bytearray(b"\1" * -(-slots // _GROUP))
         """1 where the group has a free slot."""
         self._cursor = 0
-        # Reading one number through a memoryview takes a third of the time numpy takes.
+        # Reading one number through a memoryview takes a third of the time numpy takes; the engine does, too.
         self._lo = self.key_lo.data
         self._hi = self.key_hi.data
         self._ns = self.namespace.data
-        self._length = self.length.data
-        self._checksum = self.checksum.data
+        self.length_of = self.length.data
+        self.checksum_of = self.checksum.data
         self._generation = self.generation.data
         self._stored_s = self.stored_s.data
         self._expires_s = self.expires_s.data
@@ -169,8 +169,8 @@ class SlotIndex:
         self._lo[slot] = key_lo
         self._hi[slot] = key_hi
         self._ns[slot] = namespace
-        self._length[slot] = length
-        self._checksum[slot] = checksum
+        self.length_of[slot] = length
+        self.checksum_of[slot] = checksum
         self._generation[slot] = generation
         self._stored_s[slot] = stored_s
         self._expires_s[slot] = expires_s
@@ -187,7 +187,7 @@ class SlotIndex:
         self.key_hash.remove(slot, self._lo[slot], self._hi[slot], namespace)
         self._flag_bytes[slot] = RESERVED
         self._used -= 1
-        self.namespace_bytes[namespace] -= self._length[slot]
+        self.namespace_bytes[namespace] -= self.length_of[slot]
 
     def recount(self) -> None:
         """Bring the totals up to date with `flags`, after columns were filled in bulk."""

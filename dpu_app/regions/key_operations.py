@@ -16,7 +16,7 @@ from common.wire import LIST_RESULT, Capsule, Flags, Op, StatId, encode
 from dpu_app.regions.batch import Batch
 from dpu_app.regions.catalogue import NS_PER_S, Slots
 from dpu_app.regions.context import Context
-from dpu_app.regions.presence import find
+from dpu_app.regions.presence import find, find_slots
 from dpu_app.regions.sessions import Session
 
 LIST_MAX = 512
@@ -58,7 +58,7 @@ class KeyOperations:
 
     def _find(self, batch: Batch) -> tuple[Slots, npt.NDArray[np.bool_]]:
         """Slots of the batch's keys and which are present; every entry is answered OK, MISS or DENIED."""
-        slots = np.array(find(self._context, batch), np.int64)
+        slots = np.asarray(find_slots(self._context, batch), np.int64)
         found = slots >= 0
         if batch.remaining == len(slots):
             batch.resolve_vector(np.where(found, np.uint8(Status.OK), np.uint8(Status.MISS)))

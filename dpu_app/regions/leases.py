@@ -50,7 +50,7 @@ class Leases:
         context = self._context
         settings = context.settings
         slot = context.window.slot[frame]
-        length = int(context.catalogue.index.length[slot])
+        length = context.catalogue.index.length_of[slot]
         wanted_ms = batch.rows[entry][3] or settings.lease_default_ms
         duration_ms = min(wanted_ms, settings.lease_max_ms)
         connection = batch.connection
@@ -71,7 +71,7 @@ class Leases:
         row["generation"] = lease.generation
         row["lease_id"] = lease.lease_id
         row["duration_ms"] = duration_ms
-        checksum = int(context.catalogue.index.checksum[slot])
+        checksum = context.catalogue.index.checksum_of[slot]
         batch.resolve(entry, Status.OK, context.catalogue.state_of(slot), length, checksum)
 
     def release(self, batch: Batch) -> None:

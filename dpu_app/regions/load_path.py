@@ -8,7 +8,7 @@ not at all is a miss that frees the slot. A load nobody waits for any more is wi
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import xxhash
@@ -27,6 +27,10 @@ from dpu_app.regions.window import FrameState, aligned_length
 
 Staged = Callable[[Batch, int, int], None]
 """Called with (batch, entry, frame) when the entry's block is whole in that frame."""
+
+
+_TO_HOST = int(Flags.TO_HOST)
+_WANT_CHECKSUM = int(EntryFlags.WANT_CHECKSUM)
 
 
 class Load:
@@ -63,13 +67,13 @@ class LoadPath:
         self._context.stats.add(StatId.PREFETCHES if prefetch else StatId.RETRIEVES, len(batch.rows))
         slots = self.find(batch)
         priority = Priority.PREFETCH if prefetch else Priority.DEMAND
-        if prefetch and not batch.capsule.flags & Flags.TO_HOST:
+        if prefetch and not batch.capsule.flags & _TO_HOST:
             self.stage(batch, slots, priority, self._staged_on_dpu)
         else:
             self._place(batch, slots)
             self.stage(batch, slots, priority, self._deliver)
 
-    def find(self, batch: Batch) -> list[int]:
+    def find(self, batch: Batch) -> Sequence[int]:
         """Slots of the batch's blocks, which count as used. Entries of foreign namespaces and absent blocks are
         answered, and have slot -1."""
         context = self._context
@@ -86,7 +90,7 @@ class LoadPath:
             context.catalogue.policy.on_hit(np.array(present))
         return slots
 
-    def stage(self, batch: Batch, slots: list[int], priority: Priority, staged: Staged) -> None:
+    def stage(self, batch: Batch, slots: Sequence[int], priority: Priority, staged: Staged) -> None:
         """See to it that the block of every open entry is in a frame, and call `staged` for each. Closes the batch
         if none is open."""
         window = self._context.window
@@ -113,7 +117,7 @@ class LoadPath:
     def _load(self, batch: Batch, entry: int, slot: int, priority: Priority, staged: Staged) -> None:
         load = self._loads.get(slot)
         if load is None:
-            length = int(self._context.catalogue.index.length[slot])
+            length = self._context.catalogue.index.length_of[slot]
             load = Load(slot, length, priority)
             self._loads[slot] = load
             self._context.catalogue.loading.add(slot)
@@ -161,7 +165,7 @@ class LoadPath:
             return
         context.stats.add(StatId.FLASH_READ_BYTES, aligned_length(load.length))
         checksum = xxhash.xxh3_64_intdigest(context.window.bytes_of(load.frame, load.length))
-        if checksum != int(context.catalogue.index.checksum[load.slot]):
+        if checksum != context.catalogue.index.checksum_of[load.slot]:
             context.stats.add(StatId.CHECKSUM_MISMATCHES)
             self._lost(load)
             return
@@ -207,14 +211,14 @@ class LoadPath:
 
     # ---------------------------------------------------------------- frame -> client memory
 
-    def _place(self, batch: Batch, slots: list[int]) -> None:
+    def _place(self, batch: Batch, slots: Sequence[int]) -> None:
         """Work out where each open entry's bytes go; answers those that do not fit or overlap others."""
-        lengths = self._context.catalogue.index.length
+        lengths = self._context.catalogue.index.length_of
         batch.memory = [[]] * len(batch.rows)
         placed = []
         for entry in batch.open_entries():
             row = batch.rows[entry]
-            length = int(lengths[slots[entry]])
+            length = lengths[slots[entry]]
             offset = row[OFFSET]
             count = row[LENGTH] or length - offset
             if count <= 0 or offset + count > length:
@@ -285,19 +289,21 @@ class LoadPath:
         """The WRITEs are posted and the answer will follow them in order."""
         context = self._context
         index, window = context.catalogue.index, context.window
+        lengths, checksums, states, slots = index.length_of, index.checksum_of, window.state_of, window.slot
+        memory, rows = batch.memory, batch.rows
         moved = 0
         for entry, frame in group:
-            slot = window.slot[frame]  # -1: forgotten meanwhile, the frame still holds it
-            count = sum([piece[1] for piece in batch.memory[entry]])
+            slot = slots[frame]  # -1: forgotten meanwhile, the frame still holds it
+            pieces = memory[entry]
+            count = pieces[0][1] if len(pieces) == 1 else sum([piece[1] for piece in pieces])
             moved += count
-            row = batch.rows[entry]
-            checksum, state = 0, int(BlockState.ABSENT)
-            if slot >= 0:
-                state = int(window.block_state[slot])
-            if slot >= 0 and count == index.length[slot]:
-                checksum = int(index.checksum[slot])
-            elif slot < 0 or row[FLAGS] & EntryFlags.WANT_CHECKSUM:
-                checksum = xxhash.xxh3_64_intdigest(window.bytes_of(frame, count, row[OFFSET]))
+            state = states[slot] if slot >= 0 else BlockState.ABSENT
+            if slot >= 0 and count == lengths[slot]:
+                checksum = checksums[slot]
+            elif slot < 0 or rows[entry][FLAGS] & _WANT_CHECKSUM:
+                checksum = xxhash.xxh3_64_intdigest(window.bytes_of(frame, count, rows[entry][OFFSET]))
+            else:
+                checksum = 0
             batch.resolve(entry, Status.OK, state, count, checksum)
         context.stats.add(StatId.RETRIEVE_BYTES, moved)
 

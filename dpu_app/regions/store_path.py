@@ -26,6 +26,9 @@ Key = tuple[int, int, int]
 """Namespace id, key_lo, key_hi."""
 
 
+_HAS_CHECKSUM = int(EntryFlags.HAS_CHECKSUM)
+
+
 class Incoming:
     """A value on its way into a frame."""
 
@@ -192,7 +195,7 @@ class StorePath:
         batch, entry, length = incoming.batch, incoming.entry, incoming.length
         row = batch.rows[entry]
         checksum = xxhash.xxh3_64_intdigest(context.window.bytes_of(incoming.frame, length))
-        if row[FLAGS] & EntryFlags.HAS_CHECKSUM and checksum != row[CHECKSUM]:
+        if row[FLAGS] & _HAS_CHECKSUM and checksum != row[CHECKSUM]:
             self._fail(incoming, Status.CHECKSUM)
             return
         context.window.fill(incoming.frame)

@@ -68,3 +68,4 @@ def test_any_text_is_read_or_refused(text: str) -> None:
 def test_approximate_size_is_for_eyes() -> None:
     assert units.approximate_size(0) == "0 B"
     assert units.approximate_size(3 << 29) == "1.5 GiB"
+    assert units.approximate_size(1022 << 20) == "1022 MiB"

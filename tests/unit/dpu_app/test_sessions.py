@@ -94,7 +94,9 @@ class World:
         self.table = SessionTable(self.clock, self.workers, TTL_S, sessions_max, tenants)
 
     async def open(self, *records: bytes) -> Session:
-        return await self.table.open("acme", "node-1", "0.1", records)
+        session, grants = await self.table.open("acme", "node-1", "0.1", records)
+        assert len(grants) == len(records)
+        return session
 
     async def pass_time(self, duration_s: float) -> int:
         """As the supervisor does: expiry is looked at several times a TTL."""

@@ -63,6 +63,7 @@ async def test_the_start_message_comes_first(ends: Ends) -> None:
         UserError("do other"),
         LowerLayerError("open", errno.ENOSPC, "x"),
         OSError(errno.EIO, "broken"),
+        DeadlineError("late"),
         InternalError("bug"),
         KeyError("bug"),
     ],
@@ -148,7 +149,7 @@ def test_the_worker_never_blocks_and_gives_up_on_a_supervisor_that_does_not_read
 
     def tell(count: int) -> None:
         for _ in range(count):
-            worker.event("session_lost", session_id=1)
+            worker.event("connection_lost", session_id=1)
 
     with pytest.raises(ChannelClosedError, match="unread"):
         tell(100_000)
