@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from unittest import mock
 
 import xxhash
@@ -24,7 +24,7 @@ from dpu_app.regions.engine import RegionEngine
 from dpu_app.regions.index import USED
 from dpu_app.regions.quota import FixedQuotas
 from dpu_app.regions.recovery import OpenRegion, close_region, format_region, open_region
-from dpu_app.regions.superblock import ENTRIES_PER_PAGE, Geometry
+from dpu_app.regions.superblock import ENTRIES_PER_PAGE, TABLE_OFFSET
 from dpu_app.regions.window import FrameState, Window, WindowLayout
 from emulator.sim_fabric import SimFabric
 from emulator.sim_flash import NO_FAULTS, Fault, FaultKind, Media, SimFlash, SimMemory
@@ -80,8 +80,7 @@ class World:
         self.layout = WindowLayout(scenario.frames, scenario.slot_bytes)
         self.memory = SimMemory(self.layout.memory_bytes)
         self.scratch = SimMemory(SCRATCH_BYTES)
-        data_offset = Geometry._data_offset(SLOTS)
-        self.media = Media(data_offset + SLOTS * scenario.slot_bytes)
+        self.media = _formatted(scenario.slot_bytes).copy()
         self.clients: list[Client] = []
         self.next_session = 1
         self.next_connection = 1
@@ -93,7 +92,6 @@ class World:
     def run(self) -> None:
         """All lives of the region. Raises Violation."""
         with _seeded_hashes(self.random):
-            self._format()
             for life in range(self.scenario.lives):
                 self._open()
                 self._after_recovery()
@@ -105,12 +103,6 @@ class World:
             self.flash.close()
         self.memory.close()
         self.scratch.close()
-
-    def _format(self) -> None:
-        flash = SimFlash(self.media, 0)
-        flash.register_memory(self.scratch)
-        format_region(flash, self.scratch, "sim", self.scenario.slot_bytes, uuid=bytes(range(16)), now_s=1)
-        flash.close()
 
     def _open(self) -> None:
         """Open the region from what is on the media, and connect clients to it."""
@@ -253,7 +245,7 @@ class World:
         elif choice < 0.95:
             self._pass_time(self.random.choice((1_000, 50_000, 1_000_000, 20_000_000)))
         elif choice < 0.96:
-            self._pass_time(self.random.choice((200_000_000, 2_000_000_000)))
+            self._pass_time(self.random.choice((200_000_000, 1_100_000_000)))
         else:
             self._read_lease()
         if self.random.random() < self.scenario.reconnects:
@@ -495,6 +487,20 @@ class World:
                 self._check_lease(client, lease)
             require(not client.leases, "a lease is readable after its time")
         self._check_counts()
+
+
+@cache
+def _formatted(slot_bytes: int) -> Media:
+    """A region of SLOTS slots, as format leaves it."""
+    media = Media(2 * TABLE_OFFSET + SLOTS * slot_bytes)
+    flash = SimFlash(media, 0)
+    scratch = SimMemory(SCRATCH_BYTES)
+    flash.register_memory(scratch)
+    superblock = format_region(flash, scratch, "sim", slot_bytes, uuid=bytes(range(16)), now_s=1)
+    require(superblock.geometry.slots == SLOTS, "another number of slots than meant")
+    flash.close()
+    scratch.close()
+    return media
 
 
 def _answered_all(client: Client) -> bool:
