@@ -252,25 +252,35 @@ class Client:
     def _store(self) -> None:
         count = min(self._count(), len(self.free) // 2)
         entries, items = self._entries(count, wire.BLOCK_ENTRY)
+        flags = Flags.UNTIL_FLASH if self.random.random() < 0.4 else Flags.NONE
+        self._queue_store(entries, items, flags, spoil=True)
+
+    def store_now(self, blocks: list[Block]) -> None:
+        """Queue a STORE of these blocks."""
+        handle_of = {digest: handle for handle, digest in self.handles.items()}
+        entries = wire.keys_array([block.key for block in blocks], wire.BLOCK_ENTRY)
+        entries["namespace"] = [handle_of[block.digest] for block in blocks]
+        self._queue_store(entries, [Item(block) for block in blocks], Flags.NONE, spoil=False)
+
+    def _queue_store(self, entries: wire.Entries, items: list[Item], flags: Flags, *, spoil: bool) -> None:
         sges: list[tuple[int, int, int]] = []
         for row, item in zip(entries, items):
             value = item.block.value if item.block is not None else b"x"
             self._place(row, item, value, sges)
             row["length"] = len(value)
-            row["flags"] = 0
             if self.random.random() < 0.3:
                 row["flags"] = EntryFlags.HAS_CHECKSUM
                 row["checksum"] = xxhash.xxh3_64_intdigest(value)
-            if self.random.random() < 0.1:
+            if spoil and self.random.random() < 0.1:
                 item.ttl_s = self.random.choice((1, 5, 60))
                 row["ttl_s"] = item.ttl_s
-            self._spoil_store(row, item)
+            if spoil:
+                self._spoil_store(row, item)
             if item.block is not None:
                 item.block.stores_open += 1
                 item.block.stores_sent += 1
                 item.block.gone_at = NEVER
                 item.block.mortal |= item.ttl_s > 0
-        flags = Flags.UNTIL_FLASH if self.random.random() < 0.4 else Flags.NONE
         self._queue(Op.STORE, entries, items, sges=self._sge_array(sges), flags=flags)
 
     def _spoil_store(self, row: np.void, item: Item) -> None:

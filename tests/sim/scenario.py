@@ -25,10 +25,12 @@ SILENT = FaultPlan(lost_write=0.03, bit_flip=0.03, delay_polls_max=4)
 @dataclass(frozen=True)
 class Scenario:
     seed: int
+    slots: int
+    """The slot table has a page for every 64."""
     slot_bytes: int
     frames: int
     keys: int
-    """Per namespace. Three namespaces of two tenants share 64 slots or more."""
+    """Per namespace, of which there are three, of two tenants."""
     eviction: str
     queue_depth: int
     max_io_bytes: int
@@ -44,20 +46,24 @@ class Scenario:
     reconnects: float
     """Chance per step."""
     quota_bytes: int
+    prefill: float
+    """Part of all blocks that is stored before anything else happens."""
 
     @property
     def evicts(self) -> bool:
-        return 3 * self.keys > 64
+        return 3 * self.keys > self.slots
 
     @classmethod
     def of(cls, seed: int) -> Scenario:
         source = random.Random(f"scenario {seed}")
         slot_bytes = source.choice((4096, 4096, 8192))
+        slots = source.choice((64, 128))
         return cls(
             seed=seed,
+            slots=slots,
             slot_bytes=slot_bytes,
             frames=source.choice((4, 6, 10, 24)),
-            keys=source.choice((4, 12, 21, 40)),
+            keys=source.choice((4, 12, slots // 3, slots // 2)),
             eviction=source.choice(("s3fifo", "lru", "fifo", "sieve")),
             queue_depth=source.choice((1, 2, 8, 64)),
             max_io_bytes=source.choice((4096, 1 << 20)),
@@ -69,5 +75,6 @@ class Scenario:
             steps=source.choice((40, 80, 80, 200)),
             clean_stops=0.2,
             reconnects=source.choice((0.0, 0.004, 0.03)),
-            quota_bytes=source.choice((0, 0, 0, 30 * slot_bytes)),
+            quota_bytes=source.choice((0, 0, 0, 10 * slot_bytes)),
+            prefill=source.choice((0.0, 0.5, 1.0)),
         )

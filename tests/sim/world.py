@@ -32,7 +32,6 @@ from tests.sim.client import NS_PER_S, ON_FLASH, Client, Lease
 from tests.sim.scenario import Scenario
 from tests.sim.truth import NEVER, Block, Truth, Violation, require
 
-SLOTS = 64
 CREDITS = 6
 SCRATCH_BYTES = 2 << 20
 REQUESTS = {
@@ -80,7 +79,7 @@ class World:
         self.layout = WindowLayout(scenario.frames, scenario.slot_bytes)
         self.memory = SimMemory(self.layout.memory_bytes)
         self.scratch = SimMemory(SCRATCH_BYTES)
-        self.media = _formatted(scenario.slot_bytes).copy()
+        self.media = _formatted(scenario.slots, scenario.slot_bytes).copy()
         self.clients: list[Client] = []
         self.next_session = 1
         self.next_connection = 1
@@ -95,6 +94,8 @@ class World:
             for life in range(self.scenario.lives):
                 self._open()
                 self._after_recovery()
+                if life == 0:
+                    self._prefill()
                 for _ in range(self.scenario.steps):
                     self.step()
                 if life + 1 < self.scenario.lives:
@@ -227,6 +228,16 @@ class World:
             status = client.last_status
             require(status is Status.OK, f"block {block.number}, on flash before the crash: {status.name} after it")
         self.flash.plan = plan
+
+    def _prefill(self) -> None:
+        """Store some blocks to begin with, so that a short life sees a region that is full."""
+        for client in self.clients:
+            blocks = [block for digest in client.handles.values() for block in self.truth.of[digest]]
+            blocks = self.random.sample(blocks, int(len(blocks) * self.scenario.prefill))
+            for start in range(0, len(blocks), 2):
+                client.store_now(blocks[start : start + 2])
+                self._deliver_all(client)
+                self._settle(partial(_answered_all, client), "storing")
 
     # ---------------------------------------------------------------- steps
 
@@ -490,14 +501,14 @@ class World:
 
 
 @cache
-def _formatted(slot_bytes: int) -> Media:
-    """A region of SLOTS slots, as format leaves it."""
-    media = Media(2 * TABLE_OFFSET + SLOTS * slot_bytes)
+def _formatted(slots: int, slot_bytes: int) -> Media:
+    """A region of so many slots, as format leaves it."""
+    media = Media(2 * TABLE_OFFSET + slots * slot_bytes)
     flash = SimFlash(media, 0)
     scratch = SimMemory(SCRATCH_BYTES)
     flash.register_memory(scratch)
     superblock = format_region(flash, scratch, "sim", slot_bytes, uuid=bytes(range(16)), now_s=1)
-    require(superblock.geometry.slots == SLOTS, "another number of slots than meant")
+    require(superblock.geometry.slots == slots, "another number of slots than meant")
     flash.close()
     scratch.close()
     return media
