@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from functools import cache, partial
 from unittest import mock
 
+import numpy as np
 import xxhash
 
 from common import wire
@@ -81,6 +82,8 @@ class World:
         self.scratch = SimMemory(SCRATCH_BYTES)
         self.media = _formatted(scenario.slots, scenario.slot_bytes).copy()
         self.clients: list[Client] = []
+        self.survivors: list[Block] = []
+        """What was promised when the region last died."""
         self.next_session = 1
         self.next_connection = 1
         self.faults_seen = 0
@@ -200,16 +203,24 @@ class World:
         self.survivors = survivors
 
     def _promised(self) -> list[Block]:
-        """Blocks that the engine says are on flash, at the moment before it dies."""
+        """Blocks that are on flash at the moment before the region dies: those that the engine says are and that were
+        stored in this life, or promised at the end of the last one. Others are claims, maybe never verified."""
+        index = self.region.index
+        fresh = index.flags == USED
+        fresh &= index.generation == self.region.superblock.generation
+        stored = {id(self._block_in(slot)) for slot in np.flatnonzero(fresh).tolist()}
+        sure = stored | {id(block) for block in self.survivors}
         return [
-            block for block, state in self._lookup_all() if state in ON_FLASH and not block.excused and not block.mortal
+            block
+            for block, state in self._lookup_all()
+            if state in ON_FLASH and id(block) in sure and not block.excused and not block.mortal
         ]
 
     def _after_recovery(self) -> None:
         """What was promised is there, and (for some, so that others stay unverified) reads right."""
         self._check_counts()
         present = {id(block) for block, state in self._lookup_all() if state is not BlockState.ABSENT}
-        for block in getattr(self, "survivors", []):
+        for block in self.survivors:
             if block.excused:
                 continue
             require(id(block) in present, f"block {block.number}, on flash before, is not there after recovery")
@@ -218,7 +229,7 @@ class World:
 
     def _read_survivors(self) -> None:
         plan, self.flash.plan = self.flash.plan, NO_FAULTS
-        for block in getattr(self, "survivors", []):
+        for block in self.survivors:
             if block.excused or self.random.random() < 0.4:
                 continue
             client = next(client for client in self.clients if block.digest in client.handles.values())
