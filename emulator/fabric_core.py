@@ -42,6 +42,11 @@ MAX_RECV_WR = 1024
 MAX_SGE = 32
 
 _ALL_ACCESS = int(Access.LOCAL_WRITE | Access.REMOTE_WRITE | Access.REMOTE_READ)
+_READY = ConnectionState.READY
+_SUCCESS = WcStatus.SUCCESS
+_RECV = Opcode.RECV
+_new = tuple.__new__
+"""Builds a named tuple in half the time that calling its class takes."""
 _OPCODES = (Opcode.RDMA_WRITE, Opcode.SEND, Opcode.RDMA_READ)
 
 
@@ -276,47 +281,53 @@ class QueuePair:
 
     def _admit_recvs(self, requests: Sequence[RecvRequest]) -> None:
         """Check a batch and take its slots; raises with nothing posted."""
-        self._check_ready("ibv_post_recv")
+        if self.state is not _READY:
+            raise self._not_ready("ibv_post_recv")
         if self._recv_used + len(requests) > self.limits.max_recv_wr:
             raise ShimError(errno.ENOMEM, "ibv_post_recv", f"the queue has {self.limits.max_recv_wr} slots")
+        check_local = self.pd.check_local
         for request in requests:
-            if not self.pd.check_local((request.sge,), writable=True):
+            if not check_local((request[1],), True):
                 detail = "the element is not within a LOCAL_WRITE region of this domain"
                 raise ShimError(errno.EINVAL, "ibv_post_recv", detail)
         self._recv_used += len(requests)
         self._recvs.extend(requests)
 
     def _admit_sends(self, requests: Sequence[SendRequest]) -> None:
-        self._check_ready("ibv_post_send")
+        """Check a batch and take its slots; raises with nothing posted."""
+        if self.state is not _READY:
+            raise self._not_ready("ibv_post_send")
         if self._send_used + len(requests) > self.limits.max_send_wr:
             raise ShimError(errno.ENOMEM, "ibv_post_send", f"the queue has {self.limits.max_send_wr} slots")
         most = self.limits.max_sge
-        for request in requests:
-            if len(request.sges) > most:
-                detail = f"{len(request.sges)} elements; the queue takes {most}"
-                raise ShimError(errno.EINVAL, "ibv_post_send", detail)
-            if request.opcode not in _OPCODES:
-                raise ShimError(errno.EINVAL, "ibv_post_send", f"opcode {request.opcode} cannot be sent")
+        for _, opcode, sges, _, _, _ in requests:
+            if len(sges) > most:
+                raise ShimError(errno.EINVAL, "ibv_post_send", f"{len(sges)} elements; the queue takes {most}")
+            if opcode not in _OPCODES:
+                raise ShimError(errno.EINVAL, "ibv_post_send", f"opcode {opcode} cannot be sent")
         self._send_used += len(requests)
 
-    def _check_ready(self, operation: str) -> None:
-        if self.state != ConnectionState.READY:
-            raise ShimError(errno.ENOTCONN, operation, f"the connection to {self.peer} is {self.state.name}")
+    def _not_ready(self, operation: str) -> ShimError:
+        return ShimError(errno.ENOTCONN, operation, f"the connection to {self.peer} is {self.state.name}")
 
-    def _complete_send(self, request: SendRequest, status: WcStatus, byte_count: int = 0) -> None:
+    def _complete_send(self, wr_id: int, opcode: Opcode, flags: int, status: WcStatus, byte_count: int = 0) -> None:
         """Retire the oldest posted send."""
-        if status is WcStatus.SUCCESS and request.flags == 0:
+        if flags == 0 and status is _SUCCESS:
             self._silent += 1
             return
-        self._cq.append((Completion(request.wr_id, status, request.opcode, byte_count), self._silent + 1, 0))
+        self._cq.append((_new(Completion, (wr_id, status, opcode, byte_count)), self._silent + 1, 0))
         self._silent = 0
 
-    def _complete_recv(self, request: RecvRequest, status: WcStatus, byte_count: int = 0) -> None:
-        self._cq.append((Completion(request.wr_id, status, Opcode.RECV, byte_count), 0, 1))
+    def _refuse_send(self, request: SendRequest, status: WcStatus) -> None:
+        """Retire the oldest posted send, which failed."""
+        self._complete_send(request.wr_id, request.opcode, request.flags, status)
+
+    def _complete_recv(self, wr_id: int, status: WcStatus, byte_count: int = 0) -> None:
+        self._cq.append((_new(Completion, (wr_id, status, _RECV, byte_count)), 0, 1))
 
     def _flush_recvs(self) -> None:
         while self._recvs:
-            self._complete_recv(self._recvs.popleft(), WcStatus.WR_FLUSH_ERR)
+            self._complete_recv(self._recvs.popleft().wr_id, WcStatus.WR_FLUSH_ERR)
 
     def _reap(self, max_completions: int) -> list[Completion]:
         """Take completions off the queue and free their slots."""

@@ -13,7 +13,7 @@ import select
 import socket
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from doca_shims.api import (
     Completion,
@@ -22,34 +22,38 @@ from doca_shims.api import (
     QueueLimits,
     RecvRequest,
     SendRequest,
+    Sge,
     ShimError,
     WcStatus,
 )
-from emulator import fabric_shm_pages as pages
-from emulator.fabric_core import MAX_MESSAGE_BYTES, MAX_SGE, MAX_TRANSFER_BYTES, QueuePair, Timeouts
-from emulator.fabric_shm_pages import ControlPage, RegionTable, fence
-from emulator.fabric_shm_peer import Peer, process_vm_readv, process_vm_writev
+from emulator.fabric_core import MAX_MESSAGE_BYTES, QueuePair, Timeouts
+from emulator.fabric_shm_initiator import Initiator
+from emulator.fabric_shm_pages import (
+    CLOSED,
+    POSTED,
+    POSTED_SIZES,
+    RING_SLOTS,
+    SENT,
+    SENT_SIZES,
+    WAITING,
+    ControlPage,
+    RegionTable,
+    fence,
+)
+from emulator.fabric_shm_peer import Peer
 from emulator.fabric_timer import Timer
 
 if TYPE_CHECKING:
     from emulator.fabric_shm_domain import ShmDomain
 
 _U32 = 0xFFFFFFFF
-_SUSPENSION_LIMIT_S = 1.0
-_memmove = ctypes.memmove
-
-
-class _Remote(NamedTuple):
-    """A peer's region as the data path needs it."""
-
-    slot: int
-    word: int
-    address: int
-    end: int
-    readable: bool
-    writable: bool
-    delta: int | None
-    """Add it to a remote address for the address here; None: not mapped here."""
+_LOOK_EVERY_S = 0.01
+_BUFFERS_MAX = 4096
+_SEND = Opcode.SEND
+_RDMA_READ = Opcode.RDMA_READ
+_SUCCESS = WcStatus.SUCCESS
+_READY = ConnectionState.READY
+_CLOSED_STATE = ConnectionState.CLOSED
 
 
 class ShmConnection(QueuePair):
@@ -74,10 +78,9 @@ class ShmConnection(QueuePair):
         self._sent = 0
         self._sends: list[SendRequest] = []  # waiting for a receive of the peer, or for room in the socket
         self._deadline_s = 0.0
+        self._look_due_s = 0.0
         self._awaits_room = False
-        self._remotes: dict[int, _Remote] = {}
-        self._iovecs = (ctypes.c_uint64 * (2 * MAX_SGE))()
-        self._iovecs_address = ctypes.addressof(self._iovecs)
+        self._buffers: dict[tuple[int, int], ctypes.Array[ctypes.c_char]] = {}
         pd.connections.add(self)
 
     # ---------------------------------------------------------------------------------------- setting up
@@ -106,10 +109,8 @@ class ShmConnection(QueuePair):
         os.close(self._page_fd)
         self._page_fd = -1
         self._theirs = self._peer_page.words
-        self._target = self._peer_page.quads
-        self._target_iovec = self._peer_page.iovec_address
-        self._words = self._table.quads
         self._live = self._process
+        self._initiator = Initiator(self._domain, self._peer_page, self._table, self._process)
         self.private_data = private_data
         self.peer = f"process {pid}"
         self._socket.setblocking(False)
@@ -132,14 +133,14 @@ class ShmConnection(QueuePair):
     def post_recv(self, requests: Sequence[RecvRequest]) -> None:
         self._admit_recvs(requests)
         own = self._own
-        posted = own[pages.POSTED]
-        for request in requests:
-            own[pages.POSTED_SIZES + posted % pages.RING_SLOTS] = min(request.sge.length, _U32)
+        posted = own[POSTED]
+        for _, (_, length, _) in requests:
+            own[POSTED_SIZES + posted % RING_SLOTS] = length if length < _U32 else _U32
             posted = (posted + 1) & _U32
-        own[pages.POSTED] = posted
+        own[POSTED] = posted
         fence()
-        if own[pages.WAITING] and self._attached:
-            own[pages.WAITING] = 0
+        if own[WAITING] and self._attached:
+            own[WAITING] = 0
             os.eventfd_write(self._peer_event, 1)
 
     def post_send(self, requests: Sequence[SendRequest]) -> None:
@@ -154,19 +155,21 @@ class ShmConnection(QueuePair):
 
     def _execute(self, requests: Sequence[SendRequest]) -> None:
         """Carry out sends in order, until one must wait or fails."""
+        transfer = self._initiator.transfer
         for index, request in enumerate(requests):
-            opcode = request.opcode
+            wr_id, opcode, sges, remote_address, rkey, flags = request
             byte_count = 0
-            if opcode is Opcode.SEND:
-                status = self._send(request)
-                if status is None:
+            if opcode == _SEND:
+                waited_for = self._send(sges)
+                if waited_for is None:
                     self._sends = list(requests[index:])
                     self._wait()
                     return
+                status = waited_for
             else:
-                status, byte_count = self._transfer(request, opcode is Opcode.RDMA_READ)
-            self._complete_send(request, status, byte_count)
-            if status is not WcStatus.SUCCESS:
+                status, byte_count = transfer(sges, remote_address, rkey, opcode == _RDMA_READ)
+            self._complete_send(wr_id, opcode, flags, status, byte_count)
+            if status is not _SUCCESS:
                 self._sends = list(requests[index + 1 :])
                 self._fail()
                 return
@@ -174,41 +177,53 @@ class ShmConnection(QueuePair):
 
     # --------------------------------------------------------------------------------------------- SEND
 
-    def _send(self, request: SendRequest) -> WcStatus | None:
+    def _send(self, sges: tuple[Sge, ...]) -> WcStatus | None:
         """Put one message into the socket. None: it cannot go yet."""
-        sges = request.sges
-        if not self.pd.check_local(sges, writable=False):
+        if not self.pd.check_local(sges, False):
             return WcStatus.LOC_PROT_ERR
-        length = sum(sge.length for sge in sges)
+        length = 0
+        for sge in sges:
+            length += sge[1]
         if length > MAX_MESSAGE_BYTES:
             return WcStatus.LOC_LEN_ERR
         theirs = self._theirs
-        if theirs[pages.CLOSED]:
+        if theirs[CLOSED]:
             return WcStatus.WR_FLUSH_ERR
         sent = self._sent
         self._awaits_room = False
-        if theirs[pages.POSTED] == sent:
+        if theirs[POSTED] == sent:
             return None
-        slot = sent % pages.RING_SLOTS
-        too_long = length > theirs[pages.POSTED_SIZES + slot]
-        theirs[pages.SENT_SIZES + slot] = length
-        theirs[pages.SENT] = (sent + 1) & _U32
+        slot = sent % RING_SLOTS
+        too_long = length > theirs[POSTED_SIZES + slot]
+        theirs[SENT_SIZES + slot] = length
+        theirs[SENT] = (sent + 1) & _U32
         try:
-            if len(sges) == 1 and length:
-                self._socket.send((ctypes.c_char * length).from_address(sges[0].address))
+            if length and len(sges) == 1:
+                self._socket.send(self._buffer(sges[0][0], length))
             else:
                 # An empty message would look like the end of the stream, so it travels as one byte.
-                parts = [(ctypes.c_char * sge.length).from_address(sge.address) for sge in sges if sge.length]
+                parts = [self._buffer(address, size) for address, size, _ in sges if size]
                 self._socket.sendmsg(parts or [b"\0"])
         except BlockingIOError:
-            theirs[pages.SENT] = sent
+            theirs[SENT] = sent
             self._awaits_room = True
             return None
         except OSError:
-            theirs[pages.SENT] = sent
+            theirs[SENT] = sent
             return WcStatus.WR_FLUSH_ERR
         self._sent = (sent + 1) & _U32
-        return WcStatus.REM_INV_REQ_ERR if too_long else WcStatus.SUCCESS
+        return WcStatus.REM_INV_REQ_ERR if too_long else _SUCCESS
+
+    def _buffer(self, address: int, length: int) -> ctypes.Array[ctypes.c_char]:
+        """The bytes there, as the socket module wants them. Messages come from and go to the same few places, and
+        making such an object costs more than finding it; it holds an address only, checked before every use."""
+        key = (address, length)
+        buffer = self._buffers.get(key)
+        if buffer is None:
+            if len(self._buffers) >= _BUFFERS_MAX:
+                self._buffers.clear()
+            buffer = self._buffers[key] = (ctypes.c_char * length).from_address(address)
+        return buffer
 
     def _wait(self) -> None:
         """The first of `_sends` cannot go yet: be woken when it can, or when its time is over."""
@@ -224,9 +239,9 @@ class ShmConnection(QueuePair):
         room = select.EPOLLOUT if self._awaits_room else 0
         self._epoll.modify(self._socket, select.EPOLLIN | select.EPOLLRDHUP | room)
         if not self._awaits_room:
-            self._theirs[pages.WAITING] = 1
+            self._theirs[WAITING] = 1
             fence()
-            if self._theirs[pages.POSTED] != self._sent:
+            if self._theirs[POSTED] != self._sent:
                 # Posted between the look and the flag: nobody will ring, so ring ourselves.
                 os.eventfd_write(self._event, 1)
 
@@ -245,131 +260,30 @@ class ShmConnection(QueuePair):
         if remaining_s > 0 and self._timer is not None:
             self._timer.set(remaining_s)
             return
-        request = self._sends.pop(0)
         lost = WcStatus.RETRY_EXC_ERR if self._awaits_room else WcStatus.RNR_RETRY_EXC_ERR
-        self._complete_send(request, lost)
+        self._refuse_send(self._sends.pop(0), lost)
         self._fail()
-
-    # ------------------------------------------------------------------------------------ READ and WRITE
-
-    def _transfer(self, request: SendRequest, read: bool) -> tuple[WcStatus, int]:
-        by_lkey = self.pd.by_lkey
-        total = 0
-        for address, length, lkey in request.sges:
-            region = by_lkey.get(lkey)
-            if region is None or address < region.address or length < 0 or address + length > region.end:
-                return WcStatus.LOC_PROT_ERR, 0
-            if read and not region.can_write:
-                return WcStatus.LOC_PROT_ERR, 0
-            total += length
-        if total > MAX_TRANSFER_BYTES:
-            return WcStatus.LOC_LEN_ERR, 0
-        if total == 0:
-            return WcStatus.SUCCESS, 0
-        start = request.remote_address
-        limit_s = 0.0
-        while True:
-            remote = self._remotes.get(request.rkey) or self._resolve(request.rkey)
-            if remote is None or start < remote.address or start + total > remote.end:
-                return WcStatus.REM_ACCESS_ERR, 0
-            if not (remote.readable if read else remote.writable):
-                return WcStatus.REM_ACCESS_ERR, 0
-            if remote.word & pages.KIND_MASK != pages.SUSPENDED:
-                status = self._copy(request, remote, total, read)
-                if status is not None:
-                    return status, total
-            self._remotes.pop(request.rkey, None)
-            now_s = time.monotonic()
-            limit_s = limit_s or now_s + _SUSPENSION_LIMIT_S
-            if now_s > limit_s:
-                return WcStatus.REM_OP_ERR, 0
-            if remote.word & pages.KIND_MASK == pages.SUSPENDED:
-                time.sleep(50e-6)
-
-    def _copy(self, request: SendRequest, remote: _Remote, total: int, read: bool) -> WcStatus | None:
-        """Copy between the elements and the remote range. None: the region changed or the copy was cut short by
-        its owner; look it up again."""
-        theirs = self._theirs
-        target = self._target
-        words = self._words
-        at = pages.WORDS + remote.slot
-        target[pages.BASE] = request.remote_address
-        target[pages.LENGTH] = total
-        delta = remote.delta
-        theirs[pages.BUSY] = pages.IN_KERNEL if delta is None else pages.READING if read else pages.WRITING
-        try:
-            fence()
-            if theirs[pages.CLOSED]:
-                return WcStatus.WR_FLUSH_ERR
-            if words[at] != remote.word:
-                return None
-            if delta is None:
-                status = self._copy_in_kernel(request, total, read)
-            else:
-                status = WcStatus.SUCCESS
-                far = request.remote_address + delta
-                for address, length, _ in request.sges:
-                    if read:
-                        _memmove(address, far, length)
-                    else:
-                        _memmove(far, address, length)
-                    far += length
-        finally:
-            theirs[pages.BUSY] = pages.IDLE
-        if read and status is WcStatus.SUCCESS:
-            # What was read after a revocation is nobody's business, and may be anything.
-            if theirs[pages.CLOSED]:
-                return WcStatus.WR_FLUSH_ERR
-            if words[at] != remote.word:
-                return None
-        return status
-
-    def _copy_in_kernel(self, request: SendRequest, total: int, read: bool) -> WcStatus | None:
-        if not self._live.is_alive():
-            return WcStatus.RETRY_EXC_ERR
-        iovecs = self._iovecs
-        count = 0
-        for address, length, _ in request.sges:
-            iovecs[count] = address
-            iovecs[count + 1] = length
-            count += 2
-        call = process_vm_readv if read else process_vm_writev
-        moved = call(self._live.pid, self._iovecs_address, count // 2, self._target_iovec, 1, 0)
-        if moved == total:
-            return WcStatus.SUCCESS
-        if moved < 0 and ctypes.get_errno() == errno.ESRCH:
-            return WcStatus.RETRY_EXC_ERR
-        if self._target[pages.LENGTH] == 0:
-            return None
-        return WcStatus.REM_OP_ERR
-
-    def _resolve(self, rkey: int) -> _Remote | None:
-        table = self._table
-        found = None if table is None else table.find(rkey)
-        if found is None:
-            return None
-        slot, word, row = found
-        delta = None
-        if word & pages.KIND_MASK == pages.SHARED:
-            mapped = self._live.map_memory(row)
-            delta = None if mapped is None else mapped - row.memory_address
-        end = row.address + row.length_bytes
-        remote = _Remote(slot, word, row.address, end, bool(row.access & 4), bool(row.access & 2), delta)
-        self._remotes[rkey] = remote
-        return remote
 
     # ------------------------------------------------------------------------------------------ polling
 
     def poll(self, max_completions: int = 256) -> list[Completion]:
-        if self.state == ConnectionState.READY:
+        state = self.state
+        if state is _CLOSED_STATE:
+            return []
+        if state is _READY:
             if self._sends:
                 self._resume()
-            if self._own[pages.SENT] != self._received:
+            if self._own[SENT] != self._received:
                 self._receive(max_completions - len(self._cq))
-        if not self._cq and self.state != ConnectionState.CLOSED:
+        now_s = time.monotonic()
+        if not self._cq or now_s > self._look_due_s:
+            # Writing into a dead process's memfd succeeds, so a busy initiator too must look now and then.
+            self._look_due_s = now_s + _LOOK_EVERY_S
             self._look()
+        if not self._cq:
+            return []
         reaped = self._reap(max_completions)
-        if self._signalled and not self._cq and self.state != ConnectionState.CLOSED:
+        if self._signalled and not self._cq:
             self._signalled = False
             self._clear_event()
         return reaped
@@ -377,11 +291,11 @@ class ShmConnection(QueuePair):
     def _receive(self, count: int) -> None:
         """Take up to `count` messages into posted receives."""
         own = self._own
-        while self._recvs and own[pages.SENT] != self._received and count > 0:
-            address, length, _ = self._recvs[0].sge
-            slot = self._received % pages.RING_SLOTS
-            empty = own[pages.SENT_SIZES + slot] == 0
-            buffer = bytearray(1) if empty or not length else (ctypes.c_char * length).from_address(address)
+        while self._recvs and own[SENT] != self._received and count > 0:
+            wr_id, (address, length, lkey) = self._recvs[0]
+            empty = own[SENT_SIZES + self._received % RING_SLOTS] == 0
+            known = lkey in self.pd.by_lkey  # it was when this was posted
+            buffer = self._buffer(address, length) if known and length and not empty else bytearray(1)
             try:
                 size = self._socket.recv_into(buffer, 0, socket.MSG_TRUNC)
             except BlockingIOError:
@@ -389,26 +303,26 @@ class ShmConnection(QueuePair):
             except ConnectionResetError:
                 continue  # the peer is gone; what it had sent before is still here
             except OSError:
-                self._fail()
-                return
+                size = 0
             if size == 0:
                 self._fail()
                 return
             size = 0 if empty else size
             self._received = (self._received + 1) & _U32
             count -= 1
-            request = self._recvs.popleft()
-            if size > length:
-                self._complete_recv(request, WcStatus.LOC_LEN_ERR)
+            self._recvs.popleft()
+            if size > length or not known:
+                self._complete_recv(wr_id, WcStatus.LOC_LEN_ERR if known else WcStatus.LOC_PROT_ERR)
                 self._fail()
                 return
-            self._complete_recv(request, WcStatus.SUCCESS, size)
+            self._complete_recv(wr_id, _SUCCESS, size)
 
     def _look(self) -> None:
         """Nothing is at hand: look at what woke us."""
         for descriptor, _ in self._epoll.poll(0):
             if descriptor == self._event:
-                self._clear_event()
+                if not self._signalled:
+                    self._clear_event()  # the peer rang; completions of our own are cleared when they are polled
             elif self._timer is not None and descriptor == self._timer.fd:
                 self._timer.clear()
             elif self.state == ConnectionState.READY:
@@ -418,7 +332,7 @@ class ShmConnection(QueuePair):
 
     def _look_at_socket(self) -> None:
         self._receive(self.limits.max_recv_wr)
-        if self._cq or self.state != ConnectionState.READY:
+        if self.state != ConnectionState.READY:
             return
         try:
             ended = not self._socket.recv(1, socket.MSG_PEEK)
@@ -440,10 +354,10 @@ class ShmConnection(QueuePair):
     def _fail(self) -> None:
         """To ERROR: everything posted is flushed, and the peer sees the end of the stream."""
         self.state = ConnectionState.ERROR
-        self._own[pages.CLOSED] = 1
+        self._own[CLOSED] = 1
         waiting, self._sends = self._sends, []
         for request in waiting:
-            self._complete_send(request, WcStatus.WR_FLUSH_ERR)
+            self._refuse_send(request, WcStatus.WR_FLUSH_ERR)
         self._flush_recvs()
         self._epoll.unregister(self._socket)
         if self._timer is not None:
@@ -456,7 +370,7 @@ class ShmConnection(QueuePair):
     def close(self) -> None:
         if self.state == ConnectionState.CLOSED:
             return
-        self._own[pages.CLOSED] = 1
+        self._own[CLOSED] = 1
         fence()
         try:
             if self._attached:

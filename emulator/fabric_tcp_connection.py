@@ -151,7 +151,7 @@ class TcpConnection(QueuePair):
         unacknowledged = 0
         while requests:
             request = requests[0]
-            is_send = request.opcode is Opcode.SEND
+            is_send = request.opcode == Opcode.SEND
             if is_send and self._peer_posted == self._messages_sent:
                 self._waiting_since_s = time.monotonic()
                 break
@@ -170,7 +170,7 @@ class TcpConnection(QueuePair):
             ask = not requests or unacknowledged >= _ACK_EVERY_BYTES or self._must_wait_at(requests[0])
             if ask:
                 unacknowledged = 0
-            reads = request.opcode is Opcode.RDMA_READ
+            reads = request.opcode == Opcode.RDMA_READ
             self._advertised = self._posted
             header = pack_header(
                 _KINDS[request.opcode],
@@ -186,17 +186,17 @@ class TcpConnection(QueuePair):
 
     def _check(self, request: SendRequest) -> tuple[int, tuple[Region, ...], WcStatus | None]:
         """(length, regions of the elements, why it fails here or None)."""
-        reads = request.opcode is Opcode.RDMA_READ
+        reads = request.opcode == Opcode.RDMA_READ
         if not self.pd.check_local(request.sges, writable=reads):
             return 0, (), WcStatus.LOC_PROT_ERR
         length = sum(sge.length for sge in request.sges)
-        if length > (MAX_MESSAGE_BYTES if request.opcode is Opcode.SEND else MAX_TRANSFER_BYTES):
+        if length > (MAX_MESSAGE_BYTES if request.opcode == Opcode.SEND else MAX_TRANSFER_BYTES):
             return 0, (), WcStatus.LOC_LEN_ERR
         return length, tuple(self.pd.by_lkey[sge.lkey] for sge in request.sges), None
 
     def _must_wait_at(self, request: SendRequest) -> bool:
         """Whether this request cannot follow at once, so that the one before has to ask for its answer."""
-        if request.opcode is Opcode.SEND and self._peer_posted == self._messages_sent:
+        if request.opcode == Opcode.SEND and self._peer_posted == self._messages_sent:
             return True
         return self._check(request)[2] is not None
 
@@ -384,7 +384,7 @@ class TcpConnection(QueuePair):
             address, length, lkey = request.sge
             region = self.pd.by_lkey.get(lkey)
             if region is None or header.length > length:
-                self._complete_recv(request, WcStatus.LOC_PROT_ERR if region is None else WcStatus.LOC_LEN_ERR)
+                self._complete_recv(request.wr_id, WcStatus.LOC_PROT_ERR if region is None else WcStatus.LOC_LEN_ERR)
                 self._refuse(header, WcStatus.REM_OP_ERR if region is None else WcStatus.REM_INV_REQ_ERR)
                 return
             self._touching = (region,)
@@ -392,10 +392,10 @@ class TcpConnection(QueuePair):
             self._read_into([Sge(address, header.length, lkey)])
         except (_EndOfStreamError, OSError):
             with self._lock:
-                self._complete_recv(request, WcStatus.WR_FLUSH_ERR)
+                self._complete_recv(request.wr_id, WcStatus.WR_FLUSH_ERR)
             raise
         with self._lock:
-            self._complete_recv(request, WcStatus.SUCCESS, header.length)
+            self._complete_recv(request.wr_id, WcStatus.SUCCESS, header.length)
             self._signal()
             self._answer(header)
             self._grant_credit()
@@ -453,7 +453,7 @@ class TcpConnection(QueuePair):
         with self._lock:
             self._acknowledge(header.sequence, including=False)
             posted = self._inflight[0]
-            if posted.request.opcode is not Opcode.RDMA_READ or posted.length != header.length:
+            if posted.request.opcode != Opcode.RDMA_READ or posted.length != header.length:
                 raise FrameError("DATA that was not asked for")
             if any(region.lkey not in self.pd.by_lkey for region in posted.regions):
                 self._fail(WcStatus.LOC_PROT_ERR)
@@ -463,7 +463,7 @@ class TcpConnection(QueuePair):
         with self._lock:
             if self._inflight:
                 self._inflight.popleft()
-                self._complete_send(posted.request, WcStatus.SUCCESS, header.length)
+                self._succeed(posted, header.length)
                 self._after_answer()
 
     def _acknowledge(self, sequence: int, including: bool) -> None:
@@ -478,11 +478,15 @@ class TcpConnection(QueuePair):
             raise FrameError("an answer to what was not sent")
         for _ in range(count + including):
             posted = inflight[0]
-            if posted.request.opcode is Opcode.RDMA_READ:
+            if posted.request.opcode == Opcode.RDMA_READ:
                 raise FrameError("a READ answered without data")
             inflight.popleft()
-            self._complete_send(posted.request, WcStatus.SUCCESS)
+            self._succeed(posted)
         self._after_answer()
+
+    def _succeed(self, posted: _Posted, byte_count: int = 0) -> None:
+        request = posted.request
+        self._complete_send(request.wr_id, request.opcode, request.flags, WcStatus.SUCCESS, byte_count)
 
     def _after_answer(self) -> None:
         self._progress_s = time.monotonic()
@@ -518,11 +522,11 @@ class TcpConnection(QueuePair):
             return
         self.state = ConnectionState.ERROR
         for posted in self._inflight:
-            self._complete_send(posted.request, status)
+            self._refuse_send(posted.request, status)
             status = WcStatus.WR_FLUSH_ERR
         self._inflight.clear()
         for request in self._waiting:
-            self._complete_send(request, WcStatus.WR_FLUSH_ERR)
+            self._refuse_send(request, WcStatus.WR_FLUSH_ERR)
         self._waiting.clear()
         self._flush_recvs()
         self._signal()

@@ -11,7 +11,6 @@ import logging
 import os
 import random
 import socket
-import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,8 +31,6 @@ from host_agent.registration import Domain, Fabrics, Grants, add_all
 
 log = logging.getLogger(__name__)
 
-_CONNECT_DATA = struct.Struct("<Q16s")
-_ACCEPT_DATA = struct.Struct("<HI")
 _CHANNEL_OPTIONS = (
     ("grpc.enable_http_proxy", 0),
     ("grpc.initial_reconnect_backoff_ms", 50),
@@ -65,6 +62,8 @@ class _Region:
         self.backoff = backoff
         self.info: Any = None
         """The newest `control_pb2.Region`."""
+        self.facts: RegionFacts | None = None
+        """What placement last knew; kept while the region's worker starts again and cannot say it."""
         self.connected_ns: int | None = None
         """Since when, as far as its loss was not noticed here yet."""
 
@@ -205,6 +204,8 @@ class DpuSession:
 
     def _step(self) -> float | None:
         """Do what is due; seconds until something is due again, None for never."""
+        for region in self._by_name.values():
+            region.link.probe()  # a loss that no caller has met yet is noticed here
         now_ns = self._clock.monotonic_ns()
         session = self._open
         if session is None:
@@ -276,8 +277,6 @@ class DpuSession:
         session.renew_due_ns = self._clock.monotonic_ns() + self._renewal_period_ns(session)
         for digest in [digest for digest in list(self._records) if digest not in session.handles]:
             self.add_namespace(digest, self._records[digest])
-        for region in self._by_name.values():
-            region.link.probe()
         return session
 
     def _any_coming(self) -> bool:
@@ -299,11 +298,10 @@ class DpuSession:
             elif list(region.info.fabrics) != list(info.fabrics) or region.info.state != info.state:
                 region.backoff.succeeded()  # news: try at once
             region.info = info
-        facts = tuple(
-            RegionFacts(info.name, info.uuid, info.slot_bytes, info.weight, self._by_name[info.name].link)
-            for info in infos
-            if info.uuid and info.state not in _ABSENT_STATES
-        )
+            if info.uuid:
+                region.facts = RegionFacts(info.name, info.uuid, info.slot_bytes, info.weight, region.link)
+        regions = [self._by_name[info.name] for info in infos if info.state not in _ABSENT_STATES]
+        facts = tuple(region.facts for region in regions if region.facts is not None)
         if facts != self.regions:
             self.regions = facts
             self._changed()
@@ -351,20 +349,21 @@ class DpuSession:
         timeout_s = min(self._settings.control_timeout_s, session.ttl_s / _KEEP_ALIVES_PER_TTL)
         buffers = CapsuleBuffers(domain.fabric, domain.pd, count)
         try:
-            private_data = _CONNECT_DATA.pack(session.session_id, session.token)
+            private_data = wire.CONNECT_DATA.pack(session.session_id, session.token)
             connection = domain.fabric.connect(address, domain.pd, limits, buffers.recvs, private_data, timeout_s)
         except ShimError:
             buffers.close()
             raise
         accepted = connection.private_data
-        whole = len(accepted) >= _ACCEPT_DATA.size
-        granted, slot_bytes = _ACCEPT_DATA.unpack_from(accepted) if whole else (0, 0)
-        if not granted or slot_bytes != region.info.slot_bytes:  # retrieving whole blocks trusts slot_bytes
+        whole = len(accepted) == wire.ACCEPT_DATA.size
+        granted, slot_bytes, uuid = wire.ACCEPT_DATA.unpack(accepted) if whole else (0, 0, b"")
+        # Retrieving whole blocks trusts slot_bytes; the uuid tells a region from another that got its address.
+        if not granted or (slot_bytes, uuid) != (region.info.slot_bytes, region.info.uuid):
             connection.close()
             buffers.close()
             raise UnavailableError(
-                f"{region.link.name} grants {granted} credits and has slots of {slot_bytes} bytes, "
-                f"where the DPU said {region.info.slot_bytes}"
+                f"{region.link.name} is not what the DPU said: it grants {granted} credits and has slots of "
+                f"{slot_bytes} bytes and uuid {uuid.hex()}, not {region.info.slot_bytes} and {region.info.uuid.hex()}"
             )
         region.link.attach(connection, buffers, granted, Grants(domain, session.handles))
         log.info("connected to a region", extra={"region": region.link.name, "address": address})

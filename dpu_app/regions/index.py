@@ -13,6 +13,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from dpu_app.regions.huge_array import huge_memory, huge_zeros
 from dpu_app.regions.key_hash import KeyHash
 
 Slots: TypeAlias = npt.NDArray[np.int64]
@@ -28,6 +29,8 @@ NAMESPACE_BYTES = 16
 _GROUP = 64
 """Slots that share a page of the slot table: allocation fills a group before it goes to the next."""
 _SCAN_CHUNK = 4096
+_FREE_BYTE = bytes([FREE])
+_ALL = np.uint64((1 << 64) - 1)
 
 
 class SlotIndex:
@@ -37,16 +40,16 @@ class SlotIndex:
     def __init__(self, slots: int, seed: int | None = None) -> None:
         """`seed` fixes the hash for tests; without it nobody outside the process can predict a bucket."""
         self.slots = slots
-        self.key_lo = np.zeros(slots, np.uint64)
-        self.key_hi = np.zeros(slots, np.uint64)
-        self.checksum = np.zeros(slots, np.uint64)
-        self.length = np.zeros(slots, np.uint32)
-        self.generation = np.zeros(slots, np.uint32)
-        self.stored_s = np.zeros(slots, np.uint32)
-        self.expires_s = np.zeros(slots, np.uint32)
-        self.namespace = np.zeros(slots, np.uint16)
-        self._flag_bytes = bytearray(slots)
-        self.flags = np.frombuffer(self._flag_bytes, np.uint8)
+        self.key_lo = huge_zeros(slots, np.uint64)
+        self.key_hi = huge_zeros(slots, np.uint64)
+        self.checksum = huge_zeros(slots, np.uint64)
+        self.length = huge_zeros(slots, np.uint32)
+        self.generation = huge_zeros(slots, np.uint32)
+        self.stored_s = huge_zeros(slots, np.uint32)
+        self.expires_s = huge_zeros(slots, np.uint32)
+        self.namespace = huge_zeros(slots, np.uint16)
+        self._flag_bytes = huge_memory(slots)
+        self.flags = np.frombuffer(self._flag_bytes, np.uint8, slots)
         self.namespace_bytes = np.zeros(NAMESPACES_MAX, np.int64)
         """Sum of lengths per namespace id."""
         self.key_hash = KeyHash(slots, self, secrets.randbits(64) if seed is None else seed)
@@ -133,10 +136,10 @@ class SlotIndex:
         first = group * _GROUP
         last = min(first + _GROUP, self.slots)
         flags = self._flag_bytes
-        slot = flags.find(FREE, first, last)
+        slot = flags.find(_FREE_BYTE, first, last)
         flags[slot] = RESERVED
         self._free -= 1
-        if flags.find(FREE, slot + 1, last) < 0:
+        if flags.find(_FREE_BYTE, slot + 1, last) < 0:
             self._open_groups[group] = 0
         return slot
 
@@ -189,17 +192,16 @@ class SlotIndex:
         self._used -= 1
         self.namespace_bytes[namespace] -= self.length_of[slot]
 
-    def recount(self) -> None:
-        """Bring the totals up to date with `flags`, after columns were filled in bulk."""
-        used = self.flags == USED
-        self._used = int(np.count_nonzero(used))
-        self._free = int(np.count_nonzero(self.flags == FREE))
-        groups = -(-self.slots // _GROUP)
-        padded = np.ones(groups * _GROUP, np.uint8)
-        padded[: self.slots] = self.flags
-        self._open_groups[:] = (padded.reshape(groups, _GROUP) == FREE).any(axis=1).astype(np.uint8).tobytes()
-        totals = np.bincount(self.namespace[used], self.length[used], NAMESPACES_MAX)
-        self.namespace_bytes[:] = totals.astype(np.int64)
+    def adopt(self, used: int, namespace_bytes: npt.NDArray[np.int64]) -> None:
+        """Take over columns, flags and hash that were filled from outside: `used` slots are inserted, none is
+        reserved, and `namespace_bytes` are the totals by namespace id."""
+        self._used = used
+        self._free = self.slots - used
+        self.namespace_bytes[: len(namespace_bytes)] = namespace_bytes
+        padded = np.ones(len(self._open_groups) * _GROUP, np.bool_)
+        np.not_equal(self.flags, FREE, out=padded[: self.slots])
+        full = np.packbits(padded).view(np.uint64) == _ALL
+        self._open_groups[:] = (~full).tobytes()
 
     # -------------------------------------------------------------------------------------------------- totals
 

@@ -12,6 +12,8 @@ from typing import Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from dpu_app.regions.huge_array import huge_memory, huge_zeros
+
 Slots: TypeAlias = npt.NDArray[np.int64]
 U64s: TypeAlias = npt.NDArray[np.uint64]
 Integers: TypeAlias = npt.NDArray[np.integer]
@@ -32,6 +34,8 @@ _N56 = np.uint64(56)
 _N29 = np.uint64(29)
 _N1 = np.uint64(1)
 _NLOW = np.uint64(0xFFFFFFFF)
+_BYTES = [bytes([value]) for value in range(256)]
+_EMPTY = _BYTES[0]
 _SPREAD = np.uint64(0x0101010101010101)
 
 
@@ -47,10 +51,10 @@ class KeyHash:
     def __init__(self, slots: int, columns: KeyColumns, salt: int) -> None:
         self._columns = columns
         self.buckets = -(-int(slots / LOAD_MAX + 1) // LANES)
-        self.cells = np.zeros(self.buckets * LANES, np.uint32)
-        self._tag_bytes = bytearray(self.buckets * LANES)
+        self.cells = huge_zeros(self.buckets * LANES, np.uint32)
+        self._tag_bytes = huge_memory(self.buckets * LANES)
         """0 where the cell is empty."""
-        self.tags8 = np.frombuffer(self._tag_bytes, np.uint8)
+        self.tags8 = np.frombuffer(self._tag_bytes, np.uint8, self.buckets * LANES)
         self.tags = self.tags8.view(np.uint64)
         """The tags of each bucket as one number."""
         self._cell = self.cells.data
@@ -68,7 +72,7 @@ class KeyHash:
 
     @property
     def memory_bytes(self) -> int:
-        return self.cells.nbytes + len(self._tag_bytes)
+        return self.cells.nbytes + self.tags8.nbytes
 
     # --------------------------------------------------------------------------------------------------- hash
 
@@ -161,13 +165,14 @@ class KeyHash:
     def _find_cell(self, key_lo: int, key_hi: int, namespace: int) -> int:
         tag, first, second = self._places(self.hash_one(key_lo, key_hi, namespace))
         tags = self._tag_bytes
+        sought = _BYTES[tag]
         for start in (first, second):
-            cell = tags.find(tag, start, start + LANES)
+            cell = tags.find(sought, start, start + LANES)
             while cell >= 0:
                 slot = self._cell[cell]
                 if self._lo[slot] == key_lo and self._hi[slot] == key_hi and self._ns[slot] == namespace:
                     return cell
-                cell = tags.find(tag, cell + 1, start + LANES)
+                cell = tags.find(sought, cell + 1, start + LANES)
         return -1
 
     # ------------------------------------------------------------------------------------------------- change
@@ -177,9 +182,9 @@ class KeyHash:
         tags = self._tag_bytes
         tag, first, second = self._places(self.hash_one(key_lo, key_hi, namespace))
         for _ in range(_KICKS_MAX):
-            cell = tags.find(0, first, first + LANES)
+            cell = tags.find(_EMPTY, first, first + LANES)
             if cell < 0:
-                cell = tags.find(0, second, second + LANES)
+                cell = tags.find(_EMPTY, second, second + LANES)
             if cell >= 0:
                 tags[cell] = tag
                 self._cell[cell] = slot

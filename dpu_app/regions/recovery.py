@@ -11,23 +11,16 @@ import os
 import time
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-import numpy.typing as npt
-
 from common.errors import UserError
 from doca_shims.api import FlashDevice, Memory
 from dpu_app.regions import eviction as policies
-from dpu_app.regions import slot_table
-from dpu_app.regions.blocking_flash import Block, BlockingFlash
-from dpu_app.regions.bulk_load import BulkLoad
+from dpu_app.regions.blocking_flash import BlockingFlash
 from dpu_app.regions.eviction import EvictionPolicy
-from dpu_app.regions.index import USED, SlotIndex
+from dpu_app.regions.index import SlotIndex
 from dpu_app.regions.superblock import (
-    ENTRIES_PER_PAGE,
     SUPERBLOCK_BYTES,
     SUPERBLOCK_OFFSETS,
     TABLE_OFFSET,
-    TABLE_PAGE_BYTES,
     UUID_BYTES,
     BlankError,
     Geometry,
@@ -36,6 +29,7 @@ from dpu_app.regions.superblock import (
     choose,
     is_blank,
 )
+from dpu_app.regions.table_reader import TableReader
 
 
 @dataclass
@@ -145,13 +139,10 @@ def open_region(
     superblock, messages = read_superblock(flash, memory)
     index = SlotIndex(superblock.geometry.slots)
     policy = policies.create(eviction, superblock.geometry.slots)
-    reader = _TableReader(superblock, index, int(time.time()) if now_s is None else now_s, messages)
+    reader = TableReader(superblock, index, int(time.time()) if now_s is None else now_s)
     io = BlockingFlash(flash, memory)
-    for block in io.read_blocks(superblock.geometry.table_offset, superblock.geometry.table_bytes):
-        reader.add(block, memory)
-    reader.finish()
-    order = _oldest_first(index)
-    policy.bulk_insert(order, index.fingerprints(order))
+    reader.read(io)
+    reader.restore_order(policy)
     # A copy that cannot be read may have said more than this one does.
     unverified = not superblock.clean or bool(messages)
     newest = max(superblock.generation, reader.newest_generation)
@@ -165,7 +156,7 @@ def open_region(
         recovered=index.used,
         dropped=reader.dropped,
         duration_s=time.monotonic() - started_s,
-        messages=messages,
+        messages=messages + reader.messages,
         dirty_pages=sorted(reader.dirty_pages),
     )
 
@@ -183,80 +174,3 @@ def close_region(flash: FlashDevice, memory: Memory, region: OpenRegion) -> None
 def _write_superblock(io: BlockingFlash, superblock: Superblock) -> None:
     io.write(superblock.offset, superblock.encode())
     io.flush()
-
-
-class _TableReader:
-    """Takes the blocks of the slot table into the index, in any order."""
-
-    def __init__(self, superblock: Superblock, index: SlotIndex, now_s: int, messages: list[str]) -> None:
-        self._superblock = superblock
-        self._index = index
-        self._now_s = now_s
-        self._messages = messages
-        self._load = BulkLoad(index)
-        self.dropped = 0
-        self.newest_generation = 0
-        self.dirty_pages: set[int] = set()
-
-    def add(self, block: Block, memory: Memory) -> None:
-        geometry = self._superblock.geometry
-        page = (block.offset_bytes - geometry.table_offset) // TABLE_PAGE_BYTES
-        pages = block.length_bytes // TABLE_PAGE_BYTES
-        if block.problem is not None:
-            self._messages.append(
-                f"slot table pages {page} to {page + pages - 1}: {block.problem}: their entries are lost"
-            )
-            self.dirty_pages.update(range(page, page + pages))
-            return
-        first_slot = page * ENTRIES_PER_PAGE
-        entries, valid = slot_table.decode_pages(block.view(memory), first_slot, self._superblock.salt)
-        valid[max(0, geometry.slots - first_slot) :] = False
-        self._drop_damaged(entries, valid, page)
-        expires_s = entries["expires_s"]
-        expired = valid & (expires_s != 0) & (expires_s <= self._now_s)
-        if expired.any():
-            valid &= ~expired
-            self._drop(np.flatnonzero(expired) + first_slot)
-        if valid.all():
-            positions = np.arange(len(entries))
-        else:
-            positions = np.flatnonzero(valid)
-            entries = entries[positions]
-        if len(positions) == 0:
-            return
-        self.newest_generation = max(self.newest_generation, int(entries["generation"].max()))
-        self._load.add(positions + first_slot, entries, self._namespaces(entries))
-
-    def _drop_damaged(self, entries: slot_table.Entries, valid: slot_table.Mask, page: int) -> None:
-        if valid.all():
-            return
-        damaged = slot_table.damaged(entries, valid)
-        if len(damaged):
-            pages = np.unique(damaged // ENTRIES_PER_PAGE) + page
-            self._messages.append(
-                f"{len(damaged)} damaged entries in slot table pages {pages[0]} to {pages[-1]}: dropped"
-            )
-            self._drop(damaged + page * ENTRIES_PER_PAGE)
-
-    def _drop(self, slots: npt.NDArray[np.int64]) -> None:
-        self.dropped += len(slots)
-        self.dirty_pages.update(np.unique(slots // ENTRIES_PER_PAGE).tolist())
-
-    def _namespaces(self, entries: slot_table.Entries) -> npt.NDArray[np.uint16]:
-        digests, inverse = np.unique(entries["namespace"], return_inverse=True)
-        ids = np.array([self._index.namespace_id(digest.tobytes()) for digest in digests], np.int64)
-        return ids[inverse.reshape(-1)].astype(np.uint16)
-
-    def finish(self) -> None:
-        self._load.finish()
-        losers = np.array(self._load.losers, np.int64)
-        self._drop(losers)
-        for slot in losers.tolist():
-            self._index.release(slot)
-
-
-def _oldest_first(index: SlotIndex) -> npt.NDArray[np.int64]:
-    """Slots in use by generation, then time stored."""
-    slots = np.flatnonzero(index.flags == USED)
-    order = np.lexsort((index.stored_s[slots], index.generation[slots]))
-    return slots[order]

@@ -45,6 +45,8 @@ class EvictionPolicy(Protocol):
         `on_remove`; one that is blocked is put off and keeps its standing."""
         ...
 
-    def bulk_insert(self, slots: Slots, fingerprints: npt.NDArray[np.uint64] | None = None) -> None:
-        """Insert many, oldest first, into an empty policy. Takes time as numpy does, not per slot."""
+    def bulk_insert(self, slots: Slots, fingerprints: npt.NDArray[np.uint32] | None = None) -> None:
+        """Insert many, oldest first, into an empty policy, in numpy's time. `fingerprints` is of every slot by its
+        number, folded to 32 bits (upper half xor lower half); the policy keeps the array, and may still be given its
+        contents until the next call."""
         ...

@@ -35,7 +35,7 @@ class Fifo:
     def victim(self, blocked: Callable[[int], bool]) -> int:
         return oldest_unblocked(self._queue, blocked)
 
-    def bulk_insert(self, slots: Slots, fingerprints: npt.NDArray[np.uint64] | None = None) -> None:  # noqa: ARG002
+    def bulk_insert(self, slots: Slots, fingerprints: npt.NDArray[np.uint32] | None = None) -> None:  # noqa: ARG002
         self._queue.push_many(slots)
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from dpu_app.regions.huge_array import huge_zeros
+
 _LANES = 4
 _EPOCHS = 16
 _WINDOW_EPOCHS = 13
@@ -21,8 +23,8 @@ _MASK = (1 << 64) - 1
 class Ghost:
     def __init__(self, window: int) -> None:
         """Remembers the last `window` insertions, at least 1."""
-        self._buckets = -(-int(window * 1.1 + 1) // _LANES)
-        self._cells = np.zeros(self._buckets * _LANES, np.uint16)
+        self._buckets = -(-int(window * 1.05 + 1) // _LANES)
+        self._cells = huge_zeros(self._buckets * _LANES, np.uint16)
         """Fingerprint << 4 | epoch; the fingerprint is never 0, so 0 is an empty cell."""
         self._cell = self._cells.data
         self._epoch_insertions = max(1, round(window / _WINDOW_EPOCHS))
@@ -68,8 +70,8 @@ class Ghost:
         mixed = (fingerprint * _K1) & _MASK
         mixed ^= mixed >> 32
         mixed = (mixed * _K1) & _MASK
-        first = ((mixed & 0xFFFFFF) * self._buckets >> 24) * _LANES
-        second = ((mixed >> 24 & 0xFFFFFF) * self._buckets >> 24) * _LANES
+        first = ((mixed & 0xFFFFFFFF) * self._buckets >> 32) * _LANES
+        second = ((mixed >> 20 & 0xFFFFFFFF) * self._buckets >> 32) * _LANES
         lanes = (first, first + 1, first + 2, first + 3, second, second + 1, second + 2, second + 3)
         return (mixed >> 52) or 1, lanes
 

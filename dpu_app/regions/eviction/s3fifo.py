@@ -14,6 +14,7 @@ import numpy.typing as npt
 from dpu_app.regions.eviction.base import SCAN_MAX, EvictionPolicy, Slots
 from dpu_app.regions.eviction.ghost import Ghost
 from dpu_app.regions.eviction.slot_queue import Links, SlotQueue
+from dpu_app.regions.huge_array import huge_zeros
 
 _SMALL_SHARE = 10
 """The small queue's share of the slots is one in so many."""
@@ -28,10 +29,10 @@ class S3Fifo:
         self._links = Links(slots, queues=2)
         self._small = SlotQueue(self._links, 0)
         self._main = SlotQueue(self._links, 1)
-        self._state = np.zeros(slots, np.uint8)
+        self._state = huge_zeros(slots, np.uint8)
         """Uses counted up to 3; plus 4 in the main queue."""
         self._state_one = self._state.data
-        self._fingerprints = np.zeros(slots, np.uint32)
+        self._fingerprints = huge_zeros(slots, np.uint32)
         self._fingerprint = self._fingerprints.data
         self._small_slots = max(1, slots // _SMALL_SHARE)
         self._ghost = Ghost(slots - self._small_slots)
@@ -94,14 +95,15 @@ class S3Fifo:
                 return slot
         return spared
 
-    def bulk_insert(self, slots: Slots, fingerprints: npt.NDArray[np.uint64] | None = None) -> None:
+    def bulk_insert(self, slots: Slots, fingerprints: npt.NDArray[np.uint32] | None = None) -> None:
         """The newest tenth waits in the small queue, as it would have; the rest is in the main queue."""
         if fingerprints is not None:
-            self._fingerprints[slots] = (fingerprints ^ (fingerprints >> np.uint64(32))).astype(np.uint32)
+            self._fingerprints = fingerprints
+            self._fingerprint = fingerprints.data
         old = max(0, len(slots) - self._small_slots)
         self._main.push_many(slots[:old])
         self._small.push_many(slots[old:])
-        self._state[slots[:old]] = _MAIN
+        self._state[:] = _MAIN
         self._state[slots[old:]] = 0
 
 

@@ -10,13 +10,14 @@ import numpy.typing as npt
 
 from dpu_app.regions.eviction.base import SCAN_MAX, EvictionPolicy, Slots
 from dpu_app.regions.eviction.slot_queue import Links, SlotQueue
+from dpu_app.regions.huge_array import huge_zeros
 
 
 class Sieve:
     def __init__(self, slots: int) -> None:
         self._links = Links(slots)
         self._queue = SlotQueue(self._links)
-        self._used = np.zeros(slots, np.uint8)
+        self._used = huge_zeros(slots, np.uint8)
         self._used_one = self._used.data
         self._hand = -1
 
@@ -59,7 +60,7 @@ class Sieve:
         self._hand = slot
         return spared
 
-    def bulk_insert(self, slots: Slots, fingerprints: npt.NDArray[np.uint64] | None = None) -> None:  # noqa: ARG002
+    def bulk_insert(self, slots: Slots, fingerprints: npt.NDArray[np.uint32] | None = None) -> None:  # noqa: ARG002
         self._queue.push_many(slots)
 
 

@@ -10,6 +10,8 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from dpu_app.regions.huge_array import huge_zeros
+
 Slots: TypeAlias = npt.NDArray[np.int64]
 
 
@@ -18,8 +20,8 @@ class Links:
 
     def __init__(self, slots: int, queues: int = 1) -> None:
         self.slots = slots
-        self.next_array = np.zeros(slots + queues, np.uint32)
-        self.previous_array = np.zeros(slots + queues, np.uint32)
+        self.next_array = huge_zeros(slots + queues, np.uint32)
+        self.previous_array = huge_zeros(slots + queues, np.uint32)
         self.next = self.next_array.data
         self.previous = self.previous_array.data
         for sentinel in range(slots, slots + queues):

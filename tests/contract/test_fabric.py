@@ -1,0 +1,33 @@
+"""The fabric contract on the emulated backends, with real processes for the peers that die and stop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from doca_shims import contract
+from doca_shims.registry import create_fabric
+
+_OPTIONS = {"rnr_timeout_s": "0.3", "transport_timeout_s": "0.6"}
+
+
+@pytest.fixture(params=["emu-shm", "emu-tcp"])
+def harness(request: pytest.FixtureRequest, tmp_path: Path) -> contract.FabricHarness:
+    backend: str = request.param
+    numbers = iter(range(10_000))
+
+    def new_address() -> str:
+        return "127.0.0.1:0" if backend == "emu-tcp" else str(tmp_path / f"{next(numbers)}.sock")
+
+    make: Callable[[], str] = new_address
+    return contract.FabricHarness(backend, _OPTIONS, lambda: create_fabric(backend, _OPTIONS), make, 5.0)
+
+
+@pytest.mark.parametrize("name", list(contract.CHECKS))
+def test_contract(name: str, harness: contract.FabricHarness) -> None:
+    result = contract.run_check(name, harness)
+    if result.outcome == "skipped":
+        pytest.skip(result.detail)
+    assert result.outcome == "passed", result.detail
