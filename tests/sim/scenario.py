@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from emulator.sim_flash import NO_FAULTS, FaultPlan
 
@@ -55,7 +55,26 @@ class Scenario:
 
     @classmethod
     def of(cls, seed: int) -> Scenario:
+        """Every third world thrashes: full from the start, busy, and its flash slow."""
         source = random.Random(f"scenario {seed}")
+        scenario = cls._any(seed, source)
+        if seed % 3:
+            return scenario
+        return replace(
+            scenario,
+            keys=scenario.slots // 2,
+            frames=24,
+            dirty_fraction=1.0,
+            queue_depth=64,
+            quota_bytes=0,
+            prefill=1.0,
+            lives=2,
+            steps=200,
+            faults=replace(scenario.faults, delay_polls_max=12),
+        )
+
+    @classmethod
+    def _any(cls, seed: int, source: random.Random) -> Scenario:
         slot_bytes = source.choice((4096, 4096, 8192))
         slots = source.choice((64, 128))
         return cls(
