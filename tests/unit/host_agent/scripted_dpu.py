@@ -90,7 +90,12 @@ class ScriptedRegion:
     def do(self, job: Callable[[], None]) -> None:
         """Run `job` in the region's thread, and wait for it."""
         done = threading.Event()
-        self._jobs.append(lambda: (job(), done.set())[0])
+
+        def run() -> None:
+            job()
+            done.set()
+
+        self._jobs.append(run)
         os.eventfd_write(self._wake, 1)
         if not done.wait(20):
             raise TimeoutError("the scripted region does not answer")
