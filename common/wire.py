@@ -33,6 +33,12 @@ KEY_BYTES = 16
 _HEADER = struct.Struct("<HBBHBBHHHHIIQQ")
 HEADER_BYTES = _HEADER.size
 
+CONNECT_DATA = struct.Struct("<Q16s")
+"""Private data of an agent's connection request: session id, token."""
+ACCEPT_DATA = struct.Struct("<HI16s")
+"""Private data of the region's acceptance: credits (capsules that may be outstanding), slot_bytes, the region's uuid.
+The agent compares the last two with what the control plane said: an address may have passed to another region."""
+
 
 class Op(IntEnum):
     STORE = 1

@@ -8,11 +8,10 @@ region server's loop only.
 from __future__ import annotations
 
 import contextlib
-import struct
 from collections import deque
 from collections.abc import Sequence
 
-from common.wire import MAX_CAPSULE_BYTES
+from common.wire import ACCEPT_DATA, CONNECT_DATA, MAX_CAPSULE_BYTES
 from doca_shims.api import (
     Access,
     Completion,
@@ -31,11 +30,6 @@ from doca_shims.api import (
     Sge,
 )
 
-ACCEPT_DATA = struct.Struct("<HI")
-"""What `accept` tells the agent: credits, slot_bytes."""
-CONNECT_DATA = struct.Struct("<Q16s")
-"""What an agent's `connect` tells: session id, token."""
-
 _SEND = 1 << 62
 _RECV = 1 << 63
 _INDEX = _SEND - 1
@@ -50,6 +44,7 @@ class Peer:
         request: ConnectionRequest,
         window: Memory,
         slot_bytes: int,
+        uuid: bytes,
         credits: int,
         send_wrs_max: int,
     ) -> None:
@@ -75,7 +70,7 @@ class Peer:
                 self._pd,
                 QueueLimits(max_send_wr=send_wrs_max + credits, max_recv_wr=credits, max_sge=1),
                 [self._receive_request(i) for i in range(credits)],
-                ACCEPT_DATA.pack(credits, slot_bytes),
+                ACCEPT_DATA.pack(credits, slot_bytes, uuid),
             )
             stack.callback(self._connection.close)
             self._stack = stack.pop_all()

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from common.errors import DeadlineError, UserError
+from common.wire import CONNECT_DATA
 from doca_shims.api import (
     Clock,
     ConnectionRequest,
@@ -25,7 +26,7 @@ from doca_shims.api import (
     Memory,
     ShimError,
 )
-from dpu_app.peer import CONNECT_DATA, Peer
+from dpu_app.peer import Peer
 from dpu_app.regions.engine import RegionEngine
 from dpu_app.worker_channel import ChannelClosedError, Message, WorkerEnd
 
@@ -202,7 +203,15 @@ class RegionServer:
             if peer.session_id == session_id:
                 self._drop(connection_id, "replaced by a new connection")
         try:
-            peer = Peer(self._fabric, request, self._window, self._facts.slot_bytes, self._credits, self._send_wrs_max)
+            peer = Peer(
+                self._fabric,
+                request,
+                self._window,
+                self._facts.slot_bytes,
+                bytes.fromhex(self._facts.uuid),
+                self._credits,
+                self._send_wrs_max,
+            )
         except ShimError as error:
             _LOG.warning("could not accept %s: %s", request.peer, error)
             return

@@ -11,7 +11,7 @@ import dataclasses
 import json
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +27,7 @@ from emulator.demo_report import DemoReport, RequestOutcome, print_demo
 from emulator.pod import Pod
 from emulator.pod_report import pod_report, print_pod
 from emulator.pod_settings import FABRICS, PodSettings, default_run_dir
+from emulator.trace import TraceRecord
 from host_agent.bench import BenchSettings
 from host_agent.bench_report import print_bench
 
@@ -159,6 +160,7 @@ def demo(ctx: click.Context, /, config_path: Path | None, keep: bool, as_json: b
     replay = {name: options.pop(name) for name in ("trace", "requests", "seed", "agents", "tp_size", "block_tokens")}
     replay["batch_blocks"] = options.pop("batch_blocks")
     settings = DemoSettings.of(settings_from(config_path, options), **replay)
+    records = settings.records()
     notes = Console(stderr=True)
     with _ended_by_sigterm(), contextlib.ExitStack() as stack:
         notes.print(f"starting {settings.pod.dpus} DPUs with {settings.pod.regions} region workers each ...")
@@ -167,7 +169,7 @@ def demo(ctx: click.Context, /, config_path: Path | None, keep: bool, as_json: b
             stack.callback(_print_what_to_try, pod, notes)
         else:
             stack.callback(pod.down)
-        report = _demo_with_progress(pod, settings, notes).as_dict()
+        report = _demo_with_progress(pod, settings, records, notes).as_dict()
     if as_json:
         _print_json(report)
     else:
@@ -213,9 +215,8 @@ def config_check(file: Path) -> None:
     click.echo(f"{file}: good")
 
 
-def _demo_with_progress(pod: Pod, settings: DemoSettings, notes: Console) -> DemoReport:
+def _demo_with_progress(pod: Pod, settings: DemoSettings, records: Sequence[TraceRecord], notes: Console) -> DemoReport:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    records = settings.records()
     with Progress(*columns, TextColumn("{task.fields[hits]}"), console=notes) as progress:
         task = progress.add_task("replaying requests", total=len(records), hits="")
         blocks = hits = 0

@@ -7,26 +7,29 @@ nothing itself: that is `host_agent.bench`, which any user runs against any pod.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from common.config import load_file
+from dpu_app.config import FRAMES_MIN, RegionSettings
 from emulator.pod import Pod
 from emulator.pod_settings import PodSettings
 from host_agent.bench import Bench, BenchSettings
 from host_agent.client import Client
 from host_agent.config import AgentSettings
 
-_DIRTY_HEADROOM: Final = 1.6
-"""Frames for each block of a round: hashing spreads blocks unevenly over regions, and stores are refused when three
-quarters of a region's frames wait for flash."""
+_SPREAD: Final = 4
+"""Hashing gives a region its share of a round's blocks give or take a square root of it; so many of those fit in what
+its window takes before it refuses stores."""
 
 
 def bench_pod(settings: PodSettings, bench: BenchSettings) -> PodSettings:
     """`settings` with slots, windows and flash of the size that `bench` needs."""
     slot_bytes = max(bench.block_bytes)
     regions = settings.dpus * settings.regions
-    frames = max(8, round(bench.blocks * _DIRTY_HEADROOM / regions))
+    share = bench.blocks / regions
+    frames = math.ceil((share + _SPREAD * math.sqrt(share)) / RegionSettings.dirty_fraction) + FRAMES_MIN
     slots = 3 * (regions * frames + 3 * bench.blocks) // regions
     return dataclasses.replace(
         settings, slot_bytes=slot_bytes, window_bytes=frames * slot_bytes, capacity_bytes=slots * slot_bytes

@@ -68,8 +68,10 @@ class Pod:
         """
         with _locked(settings.run_dir):
             _refuse_or_clean(settings.run_dir, started)
-            pod = cls._prepare(settings)
+            _check_flash_dir(settings)
+            pod = cls(_new_state(settings))
             try:
+                pod._write_files()
                 pod._start([dpu.name for dpu in pod.state.dpus])
                 pod.wait_ready(settings.ready_timeout_s)
             except BaseException:
@@ -123,34 +125,19 @@ class Pod:
             raise UnavailableError(f"{dpu.name} cannot serve: {missing}")
         return missing
 
-    @classmethod
-    def _prepare(cls, settings: PodSettings) -> Pod:
+    def _write_files(self) -> None:
         """Directories and configuration files; nothing runs yet."""
-        mark = secrets.token_hex(16)
-        settings = dataclasses.replace(settings, run_dir=settings.run_dir.absolute())
-        _check_flash_dir(settings)
-        flash_dir = settings.flash_dir.absolute() / f"pod-{mark[:8]}"
-        state = PodState(
-            mark=mark,
-            started_s=time.time(),
-            settings=settings,
-            agent_config=settings.run_dir / "agent.yaml",
-            flash_dir=flash_dir,
-            dpus=tuple(dpu_entry(settings, flash_dir, index) for index in range(settings.dpus)),
-        )
-        pod = cls(state)
+        state = self.state
         try:
-            settings.run_dir.chmod(0o700)
-            flash_dir.mkdir(mode=0o700)
-            pod._save()
+            self.run_dir.chmod(0o700)
+            state.flash_dir.mkdir(mode=0o700)
+            self._save()
             for dpu in state.dpus:
                 dpu.config.parent.mkdir(mode=0o700)
-                _write_private(dpu.config, config.to_yaml(dpu_config(settings, dpu)))
+                _write_private(dpu.config, config.to_yaml(dpu_config(state.settings, dpu)))
             _write_private(state.agent_config, agent_config_text(state))
         except OSError as error:
-            pod._end()
-            raise UserError(f"{error.filename or settings.run_dir} cannot be written: {error.strerror}") from error
-        return pod
+            raise UserError(f"{error.filename or self.run_dir} cannot be written: {error.strerror}") from error
 
     def _start(self, names: Sequence[str]) -> None:
         for index, dpu in enumerate(self.state.dpus):
@@ -178,6 +165,20 @@ class Pod:
         for name in (state.agent_config.name, f"{_STATE_FILE}.new", _STATE_FILE):
             (self.run_dir / name).unlink(missing_ok=True)
         return killed
+
+
+def _new_state(settings: PodSettings) -> PodState:
+    mark = secrets.token_hex(16)
+    settings = dataclasses.replace(settings, run_dir=settings.run_dir.absolute())
+    flash_dir = settings.flash_dir.absolute() / f"pod-{mark[:8]}"
+    return PodState(
+        mark=mark,
+        started_s=time.time(),
+        settings=settings,
+        agent_config=settings.run_dir / "agent.yaml",
+        flash_dir=flash_dir,
+        dpus=tuple(dpu_entry(settings, flash_dir, index) for index in range(settings.dpus)),
+    )
 
 
 def _refuse_or_clean(run_dir: Path, told: Callable[[str], None]) -> None:

@@ -26,6 +26,8 @@ from common.wire import StatId
 from host_agent.block_pattern import BlockPattern
 from host_agent.client import Client
 from host_agent.limits import SocketPeer, memmove_s
+from host_agent.memory import RegisteredMemory
+from host_agent.results import Bools
 
 KEY_BYTES: Final = 16
 _SETTLE_TIMEOUT_S: Final = 30.0
@@ -70,14 +72,16 @@ class Cell:
     block_bytes: int
     batch: int
     rounds: list[list[float]] = field(default_factory=list)
-    blocks: int = 0
-    """Of each round."""
+    moved: list[int] = field(default_factory=list)
+    """Blocks that succeeded, round by round."""
     other_answers: Counter[str] = field(default_factory=Counter)
     note: str = ""
 
     def as_dict(self, limits: dict[str, float]) -> dict[str, Any]:
         """Figures, and ratios to `limits` (GB/s by name)."""
-        per_round = [self.blocks * self.block_bytes / sum(calls) / 1e9 for calls in self.rounds if sum(calls)]
+        per_round = [
+            blocks * self.block_bytes / sum(calls) / 1e9 for blocks, calls in zip(self.moved, self.rounds) if calls
+        ]
         calls_us = [seconds * 1e6 for calls in self.rounds for seconds in calls]
         gb_per_s = statistics.median(per_round) if per_round else 0.0
         p50, p99 = np.percentile(calls_us, [50, 99]) if calls_us else (0.0, 0.0)
@@ -149,9 +153,11 @@ class Bench:
             "socket": _gb_per_s(self._settings, cell.block_bytes, limit[socket_side]),
         }
 
-    def _staged(self, peer: SocketPeer, source: Any, destination: Any, size: int, batch: int) -> list[Cell]:
-        store = Cell("store_staged", size, batch, blocks=self._settings.blocks)
-        retrieve = Cell("retrieve_staged", size, batch, blocks=self._settings.blocks)
+    def _staged(
+        self, peer: SocketPeer, source: RegisteredMemory, destination: RegisteredMemory, size: int, batch: int
+    ) -> list[Cell]:
+        store = Cell("store_staged", size, batch)
+        retrieve = Cell("retrieve_staged", size, batch)
         for number in range(self._settings.rounds):
             keys = _fresh_keys(self._settings.blocks)
             self._fill(source, keys, size)
@@ -160,24 +166,24 @@ class Bench:
             try:
                 self._round("store", store, keys, source, batch)
                 self._settle(keys)
-                staged = np.array(self._client.lookup(self._namespace, keys).state)
-                if int((staged == BlockState.STAGED_AND_FLASH).sum()) < len(keys):
+                staged = self._client.lookup(self._namespace, keys).state
+                if (staged == BlockState.FLASH).any():
                     retrieve.note = "the windows do not hold all blocks of a round: some came from flash"
                 self._damage(destination)
-                self._round("retrieve", retrieve, keys, destination, batch)
-                self._check(destination, keys, size)
+                ok = self._round("retrieve", retrieve, keys, destination, batch)
+                self._check(destination, keys, ok, size)
             finally:
                 self._client.delete(self._namespace, keys)
             if number % 2:
                 self._measure_limits(peer, source, destination, size, batch)
         return [store, retrieve]
 
-    def _cold(self, source: Any, destination: Any, size: int) -> list[Cell]:
+    def _cold(self, source: RegisteredMemory, destination: RegisteredMemory, size: int) -> list[Cell]:
         """More blocks than there are frames: those that LOOKUP says are on flash only are cold."""
         frames = sum(stats.get(StatId.FRAMES, 0) for stats in self._client.stat().values())
         step = self._settings.blocks
         keys: list[bytes] = []
-        cells = [Cell("retrieve_cold", size, batch, blocks=step) for batch in self._settings.batches]
+        cells = [Cell("retrieve_cold", size, batch) for batch in self._settings.batches]
         try:
             while len(keys) < frames + 2 * step:
                 fresh = _fresh_keys(step)
@@ -187,56 +193,63 @@ class Bench:
                 self._settle(fresh)
             for _number in range(self._settings.rounds):
                 for cell in cells:
-                    state = np.array(self._client.lookup(self._namespace, keys).state)
+                    state = self._client.lookup(self._namespace, keys).state
                     cold = np.flatnonzero(state == BlockState.FLASH)[:step]
                     if len(cold) < step:
                         cell.note = f"only {len(cold)} of {len(keys)} stored blocks were on flash alone; not measured"
                         continue
                     wanted = [keys[index] for index in cold]
                     self._damage(destination)
-                    self._round("retrieve", cell, wanted, destination, cell.batch)
-                    self._check(destination, wanted, size)
+                    ok = self._round("retrieve", cell, wanted, destination, cell.batch)
+                    self._check(destination, wanted, ok, size)
         finally:
             for start in range(0, len(keys), step):
                 self._client.delete(self._namespace, keys[start : start + step])
         return cells
 
-    def _round(self, operation: str, cell: Cell, keys: Sequence[bytes], memory: Any, batch: int) -> None:
-        """Time one round, call by call; what was refused counts nothing and is said."""
+    def _round(self, operation: str, cell: Cell, keys: Sequence[bytes], memory: RegisteredMemory, batch: int) -> Bools:
+        """Time one round, call by call. Which blocks succeeded; those that did not count nothing and are said."""
         call = getattr(self._client, operation)
         times: list[float] = []
+        ok = np.zeros(len(keys), np.bool_)
         for start in range(0, len(keys), batch):
             part = keys[start : start + batch]
             places = memory.blocks(np.arange(start, start + len(part)), cell.block_bytes)
             started = perf_counter()
             results = call(self._namespace, part, places, verify=self._settings.verify)
             times.append(perf_counter() - started)
+            ok[start : start + len(part)] = results.status == Status.OK
             cell.other_answers.update({s.name: n for s, n in results.counts().items() if s is not Status.OK})
         cell.rounds.append(times)
+        cell.moved.append(int(ok.sum()))
+        return ok
 
     def _settle(self, keys: Sequence[bytes]) -> None:
         """Wait until nothing of `keys` is on its way to flash any more, so that no flush runs into what follows."""
         deadline_s = monotonic() + _SETTLE_TIMEOUT_S
-        while (np.array(self._client.lookup(self._namespace, keys).state) == BlockState.STAGED).any():
+        while (self._client.lookup(self._namespace, keys).state == BlockState.STAGED).any():
             if monotonic() > deadline_s:
                 raise UserError(f"blocks were still not on flash after {_SETTLE_TIMEOUT_S:g} s")
             sleep(_SETTLE_POLL_S)
 
-    def _fill(self, memory: Any, keys: Sequence[bytes], size: int) -> None:
+    def _fill(self, memory: RegisteredMemory, keys: Sequence[bytes], size: int) -> None:
         for place, key in enumerate(keys):
             self._pattern.fill(key, memory.view[place * size : (place + 1) * size])
 
     @staticmethod
-    def _damage(memory: Any) -> None:
+    def _damage(memory: RegisteredMemory) -> None:
         memory.array(np.uint64)[::_DAMAGE_STEP_WORDS] ^= np.uint64(0x5A5A5A5A5A5A5A5A)
 
-    def _check(self, memory: Any, keys: Sequence[bytes], size: int) -> None:
-        for place, key in enumerate(keys):
+    def _check(self, memory: RegisteredMemory, keys: Sequence[bytes], ok: Bools, size: int) -> None:
+        for place in np.flatnonzero(ok).tolist():
+            key = keys[place]
             offset = self._pattern.first_mismatch(key, memory.view[place * size : (place + 1) * size])
             if offset is not None:
                 self._wrong.append(f"block {key.hex()} of {size} bytes differs at byte {offset}")
 
-    def _measure_limits(self, peer: SocketPeer, source: Any, destination: Any, size: int, batch: int) -> None:
+    def _measure_limits(
+        self, peer: SocketPeer, source: RegisteredMemory, destination: RegisteredMemory, size: int, batch: int
+    ) -> None:
         limits = self._limits.setdefault((size, batch), {"memmove": [], "socket_pull": [], "socket_push": []})
         calls = self._settings.blocks // batch
         whole = self._settings.blocks / (batch * calls)

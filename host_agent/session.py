@@ -11,7 +11,6 @@ import logging
 import os
 import random
 import socket
-import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,8 +31,6 @@ from host_agent.registration import Domain, Fabrics, Grants, add_all
 
 log = logging.getLogger(__name__)
 
-_CONNECT_DATA = struct.Struct("<Q16s")
-_ACCEPT_DATA = struct.Struct("<HI")
 _CHANNEL_OPTIONS = (
     ("grpc.enable_http_proxy", 0),
     ("grpc.initial_reconnect_backoff_ms", 50),
@@ -352,20 +349,21 @@ class DpuSession:
         timeout_s = min(self._settings.control_timeout_s, session.ttl_s / _KEEP_ALIVES_PER_TTL)
         buffers = CapsuleBuffers(domain.fabric, domain.pd, count)
         try:
-            private_data = _CONNECT_DATA.pack(session.session_id, session.token)
+            private_data = wire.CONNECT_DATA.pack(session.session_id, session.token)
             connection = domain.fabric.connect(address, domain.pd, limits, buffers.recvs, private_data, timeout_s)
         except ShimError:
             buffers.close()
             raise
         accepted = connection.private_data
-        whole = len(accepted) >= _ACCEPT_DATA.size
-        granted, slot_bytes = _ACCEPT_DATA.unpack_from(accepted) if whole else (0, 0)
-        if not granted or slot_bytes != region.info.slot_bytes:  # retrieving whole blocks trusts slot_bytes
+        whole = len(accepted) == wire.ACCEPT_DATA.size
+        granted, slot_bytes, uuid = wire.ACCEPT_DATA.unpack(accepted) if whole else (0, 0, b"")
+        # Retrieving whole blocks trusts slot_bytes; the uuid tells a region from another that got its address.
+        if not granted or (slot_bytes, uuid) != (region.info.slot_bytes, region.info.uuid):
             connection.close()
             buffers.close()
             raise UnavailableError(
-                f"{region.link.name} grants {granted} credits and has slots of {slot_bytes} bytes, "
-                f"where the DPU said {region.info.slot_bytes}"
+                f"{region.link.name} is not what the DPU said: it grants {granted} credits and has slots of "
+                f"{slot_bytes} bytes and uuid {uuid.hex()}, not {region.info.slot_bytes} and {region.info.uuid.hex()}"
             )
         region.link.attach(connection, buffers, granted, Grants(domain, session.handles))
         log.info("connected to a region", extra={"region": region.link.name, "address": address})

@@ -20,7 +20,7 @@ from emulator.processes import marked_processes, signal_marked, wait_for_end
 if TYPE_CHECKING:
     from tests.system.conftest import Place
 
-SMALL = ["--dpus", "2", "--regions", "2", "--capacity", "16MiB", "--window", "4MiB"]
+SMALL = ["--dpus", "2", "--regions", "2", "--capacity", "32MiB", "--window", "4MiB"]
 
 
 def _listening(pid: int) -> list[str]:
