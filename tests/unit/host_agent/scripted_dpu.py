@@ -172,12 +172,12 @@ class ScriptedRegion:
             entries = self.script(self, capsule) if self.script is not None else None
             if entries is None:
                 entries = self.answer(peer, capsule)
+            peer.respond(capsule, entries)
         except Silence:
             self.held.append((peer, capsule))
             return False
-        except OSError:
+        except OSError:  # the agent has gone
             return False
-        peer.respond(capsule, entries)
         return True
 
     # ------------------------------------------------------------------------------------ what a DPU does
