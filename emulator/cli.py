@@ -149,6 +149,7 @@ def status(ctx: click.Context, run_dir: Path | None, as_json: bool) -> None:
 @click.option("--tp", "tp_size", type=click.IntRange(1), default=8, show_default=True, help="Ranks that share the KV.")
 @click.option("--block-tokens", type=click.IntRange(16), default=16, show_default=True, help="Whole 16-token pages.")
 @click.option("--batch", "batch_blocks", type=click.IntRange(1), default=64, show_default=True, help="Blocks a call.")
+@click.option("--scatter", is_flag=True, help="Blocks in one piece a layer, as engines hold them, not gathered yet.")
 @click.option("--keep", is_flag=True, help="Leave the pod up, and say what to try.")
 @click.option("--json", "as_json", is_flag=True, help="For scripts.")
 @click.pass_context
@@ -158,7 +159,7 @@ def demo(ctx: click.Context, /, config_path: Path | None, keep: bool, as_json: b
     Blocks have the size of Llama-3-8B's in bf16: a 16-token page over all layers, on one of 8 tensor-parallel ranks.
     """
     replay = {name: options.pop(name) for name in ("trace", "requests", "seed", "agents", "tp_size", "block_tokens")}
-    replay["batch_blocks"] = options.pop("batch_blocks")
+    replay |= {name: options.pop(name) for name in ("batch_blocks", "scatter")}
     settings = DemoSettings.of(settings_from(config_path, options), **replay)
     records = settings.records()
     notes = Console(stderr=True)

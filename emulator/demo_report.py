@@ -139,9 +139,10 @@ def print_demo(report: Mapping[str, Any], console: Console) -> None:
 
 
 def _summary_table(report: Mapping[str, Any]) -> Table:
+    pieces = "in one piece" if report["pieces"] == 1 else f"in {report['pieces']} pieces"
     table = Table(
-        title=f"{report['model']}, {report['kv_dtype']}: blocks of {report['block_tokens']} tokens, "
-        f"{approximate_size(report['block_bytes'])} on each of {report['tp_size']} ranks; {report['fabric']}",
+        title=f"{report['model']}, {report['kv_dtype']}; {report['fabric']}\nblocks of {report['block_tokens']} tokens, "
+        f"{approximate_size(report['block_bytes'])} on each of {report['tp_size']} ranks, {pieces}",
         show_header=False,
     )
     table.add_column()

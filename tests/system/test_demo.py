@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 SMALL = ["--capacity", "64MiB", "--window", "4MiB", "--batch", "16"]
 
 
-def _write_conversations(path: Path, conversations: int = 6, turns: int = 4) -> None:
+def _write_conversations(path: Path, conversations: int = 4, turns: int = 4) -> None:
     """Multi-turn requests under one system prompt of 512 tokens, turn by turn: later turns find the earlier ones, and
     16 frames a region hold far from all of it."""
     records: list[TraceRecord] = []
@@ -44,15 +44,17 @@ def _demo(place: Place, *arguments: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("fabric", ["emu-shm", "emu-tcp"])
-def test_a_workload_comes_back_byte_for_byte(place: Place, tmp_path: Path, fabric: str) -> None:
+@pytest.mark.parametrize("layout", [[], ["--scatter"]], ids=["gathered", "scattered"])
+def test_a_workload_comes_back_byte_for_byte(place: Place, tmp_path: Path, fabric: str, layout: list[str]) -> None:
     trace = tmp_path / "trace.jsonl"
     _write_conversations(trace)
-    report = _demo(place, "--fabric", fabric, "--trace", str(trace))
-    assert report["requests"] == 24
+    report = _demo(place, "--fabric", fabric, "--trace", str(trace), *layout)
+    assert report["pieces"] == (32 if layout else 1), "one a layer"
+    assert report["requests"] == 16
     assert report["wrong_blocks"] == 0
     assert report["fabric"] == fabric
     assert report["block_bytes"] == 256 << 10
-    assert report["blocks"] == 6 * 32 * (2 + 3 + 4 + 5)
+    assert report["blocks"] == 4 * 32 * (2 + 3 + 4 + 5)
     assert report["block_hit_rate"] > 0.3
     assert report["tokens_not_recomputed"] >= 16 * report["hit_blocks"] * 0.9
     for operation in ("store", "retrieve_staged", "retrieve_cold"):
