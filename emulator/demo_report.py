@@ -139,10 +139,11 @@ def print_demo(report: Mapping[str, Any], console: Console) -> None:
 
 
 def _summary_table(report: Mapping[str, Any]) -> Table:
-    pieces = "in one piece" if report["pieces"] == 1 else f"in {report['pieces']} pieces"
+    pieces = f", in {report['pieces']} pieces" if report["pieces"] > 1 else ""
+    size = approximate_size(report["block_bytes"])
     table = Table(
-        title=f"{report['model']}, {report['kv_dtype']}; {report['fabric']}\nblocks of {report['block_tokens']} tokens, "
-        f"{approximate_size(report['block_bytes'])} on each of {report['tp_size']} ranks, {pieces}",
+        title=f"{report['model']}, {report['kv_dtype']}; {report['fabric']}\n"
+        f"{report['block_tokens']} tokens a block: {size} on each of {report['tp_size']} ranks{pieces}",
         show_header=False,
     )
     table.add_column()

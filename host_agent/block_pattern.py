@@ -59,10 +59,11 @@ class BlockPattern:
 
     def first_mismatch_pieces(self, key: bytes, pieces: Words) -> int | None:
         """`first_mismatch` for a block that lies in pieces, as `fill_pieces` takes them. The offset is the block's."""
-        rows = max(1, _CHUNK_WORDS // pieces.shape[1])
+        piece_words: int = pieces.shape[1]
+        rows = max(1, _CHUNK_WORDS // piece_words)
         for first in range(0, len(pieces), rows):
             part = pieces[first : first + rows]
-            start = first * pieces.shape[1]
+            start = first * piece_words
             expected = self._tape[start : start + part.size]
             if not self._equal(key, part, self._scratch[: part.size].reshape(part.shape), expected):
                 return start * WORD_BYTES + _first_difference(key, part, expected)
