@@ -22,7 +22,7 @@ FORMAT_VARIABLE = "ENTRESOL_LOG_FORMAT"
 _LEVELS = ("debug", "info", "warning", "error")
 _FORMATS = ("human", "json")
 _STANDARD = frozenset(vars(logging.LogRecord("", 0, "", 0, "", (), None))) | {"message", "asctime", "taskName"}
-_QUOTED = frozenset(' ="\n\r\t')
+_QUOTED = frozenset(' ="')
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class HumanFormatter(logging.Formatter):
         line = f"{_time(record)} {record.levelname:<7} {record.name}: {record.getMessage()}"
         for name, value in _fields(record).items():
             text = str(value)
-            plain = bool(text) and _QUOTED.isdisjoint(text)
-            line += f" {name}={text if plain else json.dumps(text, ensure_ascii=False)}"
+            plain = text.isprintable() and bool(text) and _QUOTED.isdisjoint(text)
+            line += f" {name}={text if plain else json.dumps(text)}"
         if record.exc_info:
             line += "\n" + self.formatException(record.exc_info)
         return line

@@ -51,8 +51,9 @@ def to_status(error: BaseException) -> tuple[grpc.StatusCode, str, Metadata]:
     """(code, message, trailing metadata) to answer with. An exception that is none of ours is an internal error;
     its text stays in the server's log."""
     if isinstance(error, ShimError):
-        lower = LowerLayerError(error.operation, error.errno or 0, error.detail)
-        return to_status(lower)
+        error = LowerLayerError(error.operation, error.errno or 0, error.detail)
+    elif isinstance(error, OSError):
+        error = LowerLayerError("system call", error.errno or 0, str(error.filename or ""))
     for name, (kind, code) in _KINDS.items():
         if isinstance(error, kind):
             metadata: Metadata = ((KIND_KEY, name),)

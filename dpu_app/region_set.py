@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import stat
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Protocol
 
 from common.errors import (
     AlreadyExistsError,
+    DeadlineError,
     EntresolError,
     LowerLayerError,
     NotFoundError,
@@ -31,7 +33,7 @@ from dpu_app.sessions import NamespaceGrant, Session
 from dpu_app.state_dir import DynamicRegion, StateDir
 
 OPEN_TIMEOUT_S = 60.0
-"""How long Create and Format wait for the region to serve; it goes on opening after that."""
+"""How long Create and Format wait for the region to serve. Create then undoes itself; Format goes on."""
 REGIONS_MAX = 256
 _LOG = logging.getLogger(__name__)
 
@@ -85,7 +87,7 @@ class RegionSet:
         self._make_worker = make_worker or self._default_worker
         self._regions: dict[str, Region] = {}
         self._changing = asyncio.Lock()
-        """Create, Delete and Format happen one at a time."""
+        """Create, Delete and Format happen one at a time, and to their end, whatever becomes of the caller."""
         for settings in config.regions:
             self._add(settings, None)
         for dynamic in state.dynamic_regions():
@@ -124,6 +126,9 @@ class RegionSet:
     async def create(self, settings: RegionSettings) -> Region:
         """Make and serve a region, and remember it. Raises AlreadyExistsError, PreconditionError (the flash holds
         something else), UserError, DeadlineError."""
+        return await asyncio.shield(asyncio.ensure_future(self._create(settings)))
+
+    async def _create(self, settings: RegionSettings) -> Region:
         async with self._changing:
             if len(self._regions) >= REGIONS_MAX:
                 raise PreconditionError(f"this DPU has {REGIONS_MAX} regions, as many as it may")
@@ -155,6 +160,9 @@ class RegionSet:
 
         Raises NotFoundError, PreconditionError (configured; another uuid; in use and not `force`).
         """
+        await asyncio.shield(asyncio.ensure_future(self._delete(name, uuid, erase, force)))
+
+    async def _delete(self, name: str, uuid: bytes, erase: bool, force: bool) -> None:
         async with self._changing:
             region = self.get(name)
             dynamic = region.dynamic
@@ -174,6 +182,9 @@ class RegionSet:
 
     async def format(self, name: str, uuid: bytes, *, force: bool) -> Region:
         """Make a region empty. Raises as `delete` does, and DeadlineError while it is still at work."""
+        return await asyncio.shield(asyncio.ensure_future(self._format(name, uuid, force)))
+
+    async def _format(self, name: str, uuid: bytes, force: bool) -> Region:
         async with self._changing:
             region = self.get(name)
             await self._require_deliberate(region, uuid, force)
@@ -242,10 +253,12 @@ class RegionSet:
     # ------------------------------------------------------------------------------------ sessions.SessionPeers
 
     async def open_session(self, session: Session) -> None:
-        await _all(region.worker.open_session(session) for region in self.regions)
+        """Does not fail for one region that does not answer: the others serve."""
+        await _all(_told(region, region.worker.open_session(session)) for region in self.regions)
 
     async def add_namespace(self, session: Session, grant: NamespaceGrant) -> None:
-        await _all(region.worker.add_namespace(session, grant) for region in self.regions)
+        """As `open_session`."""
+        await _all(_told(region, region.worker.add_namespace(session, grant)) for region in self.regions)
 
     async def close_session(self, session_id: int) -> None:
         await _all(region.worker.close_session(session_id) for region in self.regions)
@@ -260,6 +273,14 @@ class RegionSet:
             if isinstance(answer, BaseException) and not isinstance(answer, EntresolError):
                 raise answer
         return {name: answer if isinstance(answer, dict) else {} for name, answer in zip(names, answers)}
+
+
+async def _told(region: Region, wait: Awaitable[None]) -> None:
+    """A worker that is late has the message all the same, in its channel before any other."""
+    try:
+        await wait
+    except DeadlineError as error:
+        _LOG.warning("a region worker is late", extra={"region": region.settings.name, "why": str(error)})
 
 
 async def _all(waits: Iterable[Awaitable[None]]) -> None:
@@ -280,12 +301,13 @@ def _require_ours_or_blank(path: Path) -> None:
     """Raises PreconditionError where `path` holds something that is neither blank nor formatted by Entresol,
     whole or damaged; LowerLayerError where it cannot be read."""
     try:
+        mode = path.stat().st_mode
+        if not stat.S_ISREG(mode) and not stat.S_ISBLK(mode):
+            raise PreconditionError(f"{path} is neither a file nor a block device")
         with path.open("rb") as flash:
             preamble = flash.read(superblock.TABLE_OFFSET)
     except FileNotFoundError:
         return
-    except IsADirectoryError:
-        raise PreconditionError(f"{path} is a directory") from None
     except OSError as error:
         raise LowerLayerError("read", error.errno or 0, str(path)) from error
     marked = any(preamble[offset:].startswith(superblock.MAGIC) for offset in superblock.SUPERBLOCK_OFFSETS)

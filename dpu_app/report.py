@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from common import units
@@ -81,7 +82,9 @@ def status_values(status: control_pb2.GetStatusResponse) -> dict[str, Any]:
 def print_regions(console: Console, regions: Sequence[control_pb2.Region]) -> None:
     table = _table("region", "state", "uuid", ">slot", ">slots", ">capacity", ">generation", "address")
     for region in regions:
-        table.add_row(*_region_cells(region), "\n".join(f"{item.name} {item.address}" for item in region.fabrics))
+        table.add_row(
+            *_region_cells(region), "\n".join(escape(f"{item.name} {item.address}") for item in region.fabrics)
+        )
     console.print(table)
     _print_messages(console, regions)
 
@@ -109,8 +112,8 @@ def print_status(console: Console, status: control_pb2.GetStatusResponse) -> Non
         for session in status.sessions:
             sessions.add_row(
                 f"{session.session_id:016x}",
-                session.agent_name,
-                session.tenant,
+                escape(session.agent_name),
+                escape(session.tenant),
                 str(session.namespaces),
                 units.format_duration(session.age_ms // 1000),
                 f"{session.expires_in_ms / 1000:.1f}s",

@@ -25,6 +25,8 @@ from doca_shims.api import Clock
 TOKEN_BYTES = 16
 NAMESPACES_MAX = 1024
 """In one session."""
+TEXT_MAX = 1024
+"""Characters of a tenant's, agent's or version's name."""
 _LOG = logging.getLogger(__name__)
 
 
@@ -128,6 +130,9 @@ class SessionTable:
         if not self.accepting:
             raise UnavailableError("this DPU is shutting down")
         self._check_tenant(tenant)
+        for text in (tenant, agent_name, client_version):
+            if len(text) > TEXT_MAX:
+                raise UserError(f"a name of {len(text)} characters is too long: at most {TEXT_MAX}")
         if len(self._sessions) >= self._sessions_max:
             raise UnavailableError(f"this DPU has {self._sessions_max} sessions, as many as it may; try again later")
         now = self._clock.monotonic_ns()

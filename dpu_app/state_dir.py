@@ -11,6 +11,7 @@ import errno
 import fcntl
 import json
 import os
+import stat
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,9 +56,8 @@ class StateDir:
         self._regions = path / "regions"
         self._lock_fd = -1
         try:
-            for directory in (path, self._regions):
-                directory.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
-                directory.chmod(DIRECTORY_MODE)
+            _make_private(path)
+            _make_private(self._regions)
             self._lock_fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -111,6 +111,21 @@ class StateDir:
 
     def _region_file(self, name: str) -> Path:
         return self._regions / f"{name}.yaml"
+
+
+def _make_private(directory: Path) -> None:
+    """Make the directory, or take one that is there: an empty one or ours is closed to other users, but one that
+    holds other things is not touched."""
+    directory.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
+    if stat.S_IMODE(directory.stat().st_mode) == DIRECTORY_MODE:
+        return
+    names = os.listdir(directory)
+    if names and "lock" not in names:
+        raise PreconditionError(
+            f"the state directory {directory} holds other things and is open to other users: name another, or make it "
+            f"private (chmod 700)"
+        )
+    directory.chmod(DIRECTORY_MODE)
 
 
 def read_run_file(state_dir: Path) -> RunFile:

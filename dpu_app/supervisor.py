@@ -87,7 +87,7 @@ class Supervisor:
                 self.address = await server.start(self._config.listen_address())
                 await server.set_health(SERVICES, serving=True)
                 regions.start(self)
-                self._update_health()
+                self._tell_whole_health()
                 state.write_run_file(
                     RunFile(
                         pid=os.getpid(),
@@ -172,18 +172,16 @@ class Supervisor:
             self._sessions.connection_lost(session_id, reason)
 
     def region_changed(self, region: Region) -> None:
-        del region
-        self._update_health()
+        healthy = region.worker.state is RegionState.SERVING
+        self._tell_health(REGION_PREFIX + region.settings.name, healthy)
+        self._tell_whole_health()
 
-    def _update_health(self) -> None:
-        self._spawn(self._tell_health())
-
-    async def _tell_health(self) -> None:
-        """A region is healthy while it serves; the whole while any region does, or there is none."""
-        if self._server is None or self._regions is None or self._stopping.is_set():
-            return
-        regions = self._regions.regions
+    def _tell_whole_health(self) -> None:
+        """The whole is healthy while any region serves, or there is none."""
+        regions = self._regions.regions if self._regions is not None else ()
         serving = [region.worker.state is RegionState.SERVING for region in regions]
-        for region, healthy in zip(regions, serving):
-            await self._server.set_health((REGION_PREFIX + region.settings.name,), healthy)
-        await self._server.set_health(("",), not regions or any(serving))
+        self._tell_health("", not regions or any(serving))
+
+    def _tell_health(self, service: str, healthy: bool) -> None:
+        if self._server is not None:
+            self._spawn(self._server.set_health((service,), healthy and not self._stopping.is_set()))

@@ -36,6 +36,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _mmap = _libc.mmap
 _mmap.restype = ctypes.c_void_p
 _mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_munmap = _libc.munmap
+_munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _mremap = _libc.mremap
 _mremap.restype = ctypes.c_void_p
 _mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
@@ -59,6 +61,20 @@ def is_sealed(fd: int) -> bool:
         return fcntl.fcntl(fd, _F_GET_SEALS) & SEALS == SEALS
     except OSError:
         return False
+
+
+def map_shared(fd: int, length_bytes: int) -> int:
+    """Address of a new writable mapping of `fd`, of which no duplicate is kept. Undone by `unmap`."""
+    address = _mmap(None, length_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
+    if address == _MAP_FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return int(address)
+
+
+def unmap(address: int, length_bytes: int) -> None:
+    """Remove a mapping of `map_shared`; nothing may refer to it any more."""
+    _munmap(address, length_bytes)
 
 
 def address_of(mapping: mmap.mmap) -> int:

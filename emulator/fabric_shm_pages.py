@@ -12,13 +12,14 @@ Words are aligned, so a memoryview stores and loads each in one instruction; x86
 
 from __future__ import annotations
 
-import mmap
+import ctypes
+import errno
 import os
 import threading
 from typing import NamedTuple
 
 from doca_shims.api import ShimError
-from emulator.fabric_memory import address_of, create_memfd, is_sealed
+from emulator.fabric_memory import create_memfd, is_sealed, map_shared, unmap
 
 # Indices of 32-bit words in a control page.
 MAGIC = 0
@@ -84,21 +85,21 @@ class _SharedPages:
 
     def __init__(self, fd: int, length_bytes: int, magic: int) -> None:
         if not is_sealed(fd) or os.fstat(fd).st_size != length_bytes:
-            raise ShimError(71, "connect", "the peer's control pages are not of this protocol")  # EPROTO
-        self._mapping = mmap.mmap(fd, length_bytes)
-        self._bytes = memoryview(self._mapping)
-        self.words = self._bytes.cast("I")
-        self.quads = self._bytes.cast("Q")
-        self.address = address_of(self._mapping)
+            raise ShimError(errno.EPROTO, "rdma_connect", "the peer's pages are not of this protocol")
+        self.address = map_shared(fd, length_bytes)
+        self._length_bytes = length_bytes
+        view = memoryview((ctypes.c_char * length_bytes).from_address(self.address)).cast("B")
+        self.words = view.cast("I")
+        self.quads = view.cast("Q")
         if self.words[MAGIC] != magic:
             self.unmap()
-            raise ShimError(71, "connect", "the peer's control pages are not of this protocol")
+            raise ShimError(errno.EPROTO, "rdma_connect", "the peer's pages are not of this protocol")
 
     def unmap(self) -> None:
+        # Whoever still looks gets an exception from a released view, not a fault.
         self.words.release()
         self.quads.release()
-        self._bytes.release()
-        self._mapping.close()
+        unmap(self.address, self._length_bytes)
 
 
 def _create(length_bytes: int, magic: int) -> int:

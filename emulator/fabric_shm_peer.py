@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import mmap
 import os
 import select
 from pathlib import Path
 
-from emulator.fabric_memory import address_of, is_sealed
+from emulator.fabric_memory import is_sealed, map_shared, unmap
 from emulator.fabric_shm_pages import RegionRow
 
 _log = logging.getLogger(__name__)
@@ -42,7 +41,7 @@ class Peer:
         self._pidfd = os.pidfd_open(pid)
         self._exit = select.poll()
         self._exit.register(self._pidfd, select.POLLIN)
-        self._mappings: dict[int, mmap.mmap | None] = {}
+        self._mappings: dict[int, tuple[int, int] | None] = {}  # by inode: address, length
 
     def is_alive(self) -> bool:
         """False from the moment it exits, before its process id can be used again."""
@@ -67,9 +66,9 @@ class Peer:
         if row.inode not in self._mappings:
             self._mappings[row.inode] = self._open(row)
         mapping = self._mappings[row.inode]
-        return None if mapping is None else address_of(mapping)
+        return None if mapping is None else mapping[0]
 
-    def _open(self, row: RegionRow) -> mmap.mmap | None:
+    def _open(self, row: RegionRow) -> tuple[int, int] | None:
         try:
             fd = os.open(f"/proc/{self.pid}/fd/{row.fd}", os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
@@ -80,7 +79,7 @@ class Peer:
             end = row.address + row.length_bytes - row.memory_address
             if status.st_ino != row.inode or not is_sealed(fd) or not row.length_bytes <= end <= status.st_size:
                 return None
-            return mmap.mmap(fd, status.st_size)
+            return map_shared(fd, status.st_size), status.st_size
         except OSError as error:
             _log.warning("memory of process %d cannot be mapped (%s); copying by process_vm calls", self.pid, error)
             return None
@@ -90,6 +89,6 @@ class Peer:
     def close(self) -> None:
         for mapping in self._mappings.values():
             if mapping is not None:
-                mapping.close()
+                unmap(*mapping)
         self._mappings.clear()
         os.close(self._pidfd)

@@ -19,6 +19,7 @@ from common.errors import LowerLayerError
 
 MARK_VARIABLE: Final = "ENTRESOL_POD"
 _PROC = Path("/proc")
+_EXEC_TIMEOUT_S: Final = 5.0
 
 
 class MarkedProcess(NamedTuple):
@@ -40,9 +41,26 @@ def start_detached(arguments: Sequence[str], mark: str, log_path: Path, environm
     ]
     marked = {**environment, MARK_VARIABLE: mark}
     try:
-        return os.posix_spawn(arguments[0], list(arguments), marked, file_actions=actions, setsid=True)
+        pid = os.posix_spawn(arguments[0], list(arguments), marked, file_actions=actions, setsid=True)
     except OSError as error:
         raise LowerLayerError("posix_spawn", error.errno or 0, arguments[0]) from error
+    _wait_for_environment(pid)
+    return pid
+
+
+def _wait_for_environment(pid: int) -> None:
+    """posix_spawn returns in the middle of exec, when /proc does not show the new environment yet: without it the
+    process would not be known for ours."""
+    deadline_s = time.monotonic() + _EXEC_TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        try:
+            if (_PROC / str(pid) / "environ").read_bytes():
+                return
+        except OSError:
+            return
+        if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+            return  # ended already; the caller reaps it
+        time.sleep(0.001)
 
 
 def marked_processes(mark: str) -> list[MarkedProcess]:

@@ -10,7 +10,6 @@ from typing import Any, TypeAlias, TypeVar
 import grpc
 
 from common import rpc_errors
-from common.errors import EntresolError, InternalError
 
 Service = TypeVar("Service")
 Request = TypeVar("Request")
@@ -29,14 +28,11 @@ def answering(
     async def answer(self: Service, request: Request, context: Context) -> Response:
         try:
             return await method(self, request)
-        except (EntresolError, OSError) as error:
-            failure: Exception = error
-            if isinstance(error, InternalError):
-                _LOG.exception("%s failed", method.__qualname__)
         except Exception as error:  # noqa: BLE001 - the server survives a bug in one call
             failure = error
-            _LOG.exception("%s failed", method.__qualname__)
-        code, message, metadata = rpc_errors.to_status(failure)
+            code, message, metadata = rpc_errors.to_status(error)
+            if code is grpc.StatusCode.INTERNAL:
+                _LOG.exception("%s failed", method.__qualname__)
         await context.abort(code, message, metadata)
         raise failure  # `abort` does not return
 

@@ -19,6 +19,8 @@ SERVICES = tuple(service.full_name for service in control_pb2.DESCRIPTOR.service
 REGION_PREFIX = "region/"
 MESSAGE_BYTES_MAX = 32 << 20
 """A session may bring many namespace records, of up to 16 KiB each."""
+CONCURRENT_CALLS_MAX = 4096
+"""More are answered RESOURCE_EXHAUSTED."""
 _OPTIONS = (
     ("grpc.so_reuseport", 0),  # two servers on one port would share its calls by chance
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
@@ -33,7 +35,7 @@ class ControlServer:
         regions: control_pb2_grpc.RegionsServicer,
         dpu: control_pb2_grpc.DpuServicer,
     ) -> None:
-        self._server = grpc.aio.server(options=_OPTIONS)
+        self._server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=CONCURRENT_CALLS_MAX)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack it
         control_pb2_grpc.add_SessionsServicer_to_server(sessions, self._server)
         control_pb2_grpc.add_RegionsServicer_to_server(regions, self._server)

@@ -101,7 +101,7 @@ def test_kill_while_storing(place: Place, fabric: str) -> None:
         _wait_until_up(client)
         missing = 0
         for start in range(0, BLOCKS, BATCH):
-            batch = list(range(start, start + BATCH))
+            batch = range(start, start + BATCH)
             results = client.retrieve(
                 namespace, [keys[number] for number in batch], pool.blocks(range(BATCH), BLOCK_BYTES), timeout_s=10.0
             )

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common import config
@@ -167,6 +167,7 @@ def test_plain_values_are_validated_without_a_line() -> None:
     assert str(caught.value).startswith("the request: size: '5' has no unit")
 
 
+@settings(deadline=None)
 @given(
     st.builds(
         Whole,
@@ -190,6 +191,7 @@ def test_any_settings_survive_the_file(whole: Whole) -> None:
     assert config.load_text(config.to_yaml(whole), Whole) == whole
 
 
+@settings(deadline=None)
 @given(st.text())
 def test_any_text_is_read_or_refused(text: str) -> None:
     with contextlib.suppress(config.ConfigError):

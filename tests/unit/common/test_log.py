@@ -48,8 +48,8 @@ def test_json_has_one_object_a_line_with_the_fields() -> None:
 def test_people_get_fields_at_the_end_quoted_where_needed() -> None:
     stream = io.StringIO()
     log.configure(LogSettings(), stream, {})
-    logging.getLogger("x").warning("opened", extra={"region": "r0", "path": "/a b", "none": ""})
-    assert stream.getvalue().endswith('WARNING x: opened region=r0 path="/a b" none=""\n')
+    logging.getLogger("x").warning("opened", extra={"region": "r0", "path": "/a b", "none": "", "nasty": "\x1b[2J\n"})
+    assert stream.getvalue().endswith('WARNING x: opened region=r0 path="/a b" none="" nasty="\\u001b[2J\\n"\n')
 
 
 def test_the_environment_wins() -> None:

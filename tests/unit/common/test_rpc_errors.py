@@ -36,6 +36,17 @@ def test_a_lower_layers_failure_keeps_operation_and_errno() -> None:
         assert str(back) == "open failed: No space left on device (/x)"
 
 
+def test_a_system_calls_failure_is_a_lower_layers() -> None:
+    try:
+        open("/nonexistent/file")  # noqa: SIM115
+    except OSError as error:
+        code, message, metadata = rpc_errors.to_status(error)
+    back = rpc_errors.from_status(code, message, metadata)
+    assert isinstance(back, LowerLayerError)
+    assert back.errno == errno.ENOENT
+    assert "/nonexistent/file" in str(back)
+
+
 def test_an_unexpected_exceptions_text_stays_on_the_server() -> None:
     code, message, metadata = rpc_errors.to_status(KeyError("secret"))
     assert code is grpc.StatusCode.INTERNAL

@@ -52,6 +52,21 @@ async def test_only_one_application_uses_a_state_directory(start_dpu: Any) -> No
         await start_dpu({})
 
 
+def test_a_directory_that_holds_other_things_is_not_made_private(short_dir: Path) -> None:
+    shared, fresh = short_dir / "shared", short_dir / "fresh"
+    for directory in (shared, fresh):
+        directory.mkdir()
+        directory.chmod(0o755)
+    (shared / "theirs").touch()
+    with pytest.raises(PreconditionError, match="holds other things"):
+        StateDir(shared)
+    assert stat.S_IMODE(shared.stat().st_mode) == 0o755
+    StateDir(fresh).close()
+    assert stat.S_IMODE(fresh.stat().st_mode) == 0o700
+    shared.chmod(0o700)
+    StateDir(shared).close()
+
+
 async def test_identity_stays_and_incarnation_changes(start_dpu: Any, short_dir: Path) -> None:
     dpu: Dpu = await start_dpu({})
     first = read_run_file(short_dir / "state")

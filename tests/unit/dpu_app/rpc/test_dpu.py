@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -83,6 +84,22 @@ async def test_health_is_told_for_the_whole_and_for_each_region(start_dpu: Any) 
     for service in ("", "entresol.v1.Sessions", "entresol.v1.Regions", "entresol.v1.Dpu", "region/good"):
         assert await health(dpu, service) == SERVING
     assert await health(dpu, "region/bad") == NOT_SERVING
+
+
+async def test_a_deleted_region_is_not_healthy_any_more(start_dpu: Any, short_dir: Path) -> None:
+    dpu = await start_dpu({})
+    assert await health(dpu, "") == SERVING
+    made = await dpu.call(
+        dpu.regions.CreateRegion,
+        control_pb2.CreateRegionRequest(
+            name="r9",
+            path=str(short_dir / "r9.flash"),
+            settings={"slot": "4KiB", "window": "64KiB", "capacity": "1MiB"},
+        ),
+    )
+    assert await health(dpu, "region/r9") == SERVING
+    await dpu.call(dpu.regions.DeleteRegion, control_pb2.DeleteRegionRequest(name="r9", uuid=made.uuid))
+    assert await health(dpu, "region/r9") == NOT_SERVING
 
 
 async def test_with_no_region_serving_the_whole_is_not_healthy(start_dpu: Any) -> None:

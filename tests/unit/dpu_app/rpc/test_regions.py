@@ -93,7 +93,7 @@ async def test_what_entresol_did_not_format_is_left_alone(start_dpu: Any, short_
     foreign.write_bytes(b"photographs" * 1000)
     with pytest.raises(PreconditionError, match="did not write"):
         await create(dpu, "new", foreign)
-    with pytest.raises(PreconditionError, match="is a directory"):
+    with pytest.raises(PreconditionError, match="neither a file nor"):
         await create(dpu, "new", short_dir)
     with pytest.raises(UserError, match="absolute"):
         await create(dpu, "new", "relative.flash")

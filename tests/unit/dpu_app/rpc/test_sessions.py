@@ -190,6 +190,16 @@ async def test_a_worker_that_does_not_answer_is_said_within_the_time(
     assert dpu.told("r1", "session_close")
 
 
+async def test_one_worker_that_does_not_answer_does_not_keep_agents_out(
+    start_dpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(region_worker, "CALL_TIMEOUT_S", 0.1)
+    dpu = await serving(await start_dpu({"r0": {"deaf": "session_open"}, "r1": {}}))
+    session = await dpu.open()
+    assert dpu.told("r0", "session_open")[0]["params"]["session_id"] == session.session_id
+    assert dpu.told("r1", "session_open")
+
+
 async def test_a_session_can_be_opened_while_no_region_serves(start_dpu: Any) -> None:
     dpu = await start_dpu({"r0": {"fail": "user", "message": "bad superblock"}})
     await dpu.until_state("r0", RegionState.FAILED)
