@@ -19,7 +19,8 @@ from common.errors import UserError
 from common.status import Status
 from common.wire import Op
 from doca_shims.api import Opcode, SendRequest, Sge
-from host_agent.core import AgentCore, Share
+from host_agent.core import AgentCore
+from host_agent.dispatch import Share
 from host_agent.link import SEND_SGES_MAX, RegionLink
 from host_agent.memory import Spans
 from host_agent.operation import Operation, Request

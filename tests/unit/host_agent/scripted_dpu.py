@@ -90,7 +90,12 @@ class ScriptedRegion:
     def do(self, job: Callable[[], None]) -> None:
         """Run `job` in the region's thread, and wait for it."""
         done = threading.Event()
-        self._jobs.append(lambda: (job(), done.set())[0])
+
+        def run() -> None:
+            job()
+            done.set()
+
+        self._jobs.append(run)
         os.eventfd_write(self._wake, 1)
         if not done.wait(20):
             raise TimeoutError("the scripted region does not answer")
@@ -167,12 +172,12 @@ class ScriptedRegion:
             entries = self.script(self, capsule) if self.script is not None else None
             if entries is None:
                 entries = self.answer(peer, capsule)
+            peer.respond(capsule, entries)
         except Silence:
             self.held.append((peer, capsule))
             return False
-        except OSError:
+        except OSError:  # the agent has gone
             return False
-        peer.respond(capsule, entries)
         return True
 
     # ------------------------------------------------------------------------------------ what a DPU does
