@@ -13,10 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from common.config import load_file
 from common.errors import EntresolError
+from emulator.demo import DemoSettings, run_demo
 from emulator.pod import Pod
+from emulator.pod_settings import PodSettings
 from emulator.processes import marked_processes, wait_for_end
 from emulator.trace import TraceRecord, write_trace
+from host_agent.block_pattern import BlockPattern
+from host_agent.client import Client
+from host_agent.config import AgentSettings
 
 if TYPE_CHECKING:
     from tests.system.conftest import Place
@@ -90,6 +96,31 @@ def test_keep_leaves_a_pod_that_the_command_line_works_with(place: Place, tmp_pa
     assert used == 96, "one conversation: three runs of 512 tokens"
     assert place.emu("down", "--run-dir", str(place.run_dir)).returncode == 0
     assert place.left() == []
+
+
+def test_wrong_bytes_are_found(place: Place) -> None:
+    """Somebody stores other bytes, whole and with a good checksum, under a key that the workload will ask for."""
+    record = TraceRecord(0, 512, 1, (7,))
+    small = {"dpus": 1, "regions": 1, "capacity_bytes": 32 << 20, "window_bytes": 16 << 20}
+    pod_settings = PodSettings(run_dir=place.run_dir, flash_dir=place.flash_dir, **small)  # type: ignore[arg-type]
+    settings = DemoSettings.of(pod_settings, agents=1)
+    pod = Pod.up(settings.pod)
+    try:
+        shape = settings.shape()
+        with Client(load_file(pod.state.agent_config, AgentSettings)) as client:
+            namespace = client.namespace(shape.namespace("demo"), shape.block_bytes)
+            key = shape.block_keys(namespace.digest, record)[0]
+            with client.allocate(shape.block_bytes) as memory:
+                BlockPattern(shape.block_bytes).fill(key, memory.view)
+                memory.view[100_003] ^= 4
+                assert client.store(namespace, [key], memory.blocks([0], shape.block_bytes)).all_ok
+        report = run_demo(pod, settings, [record, record], lambda _outcome: None).as_dict()
+    finally:
+        pod.down()
+    assert report["wrong_blocks"] == 2, "in both requests"
+    assert report["wrong"][0] == f"block {key.hex()} differs at byte 100000 of 262144"
+    assert report["hit_blocks"] == 31, "the second time the rest is there and right"
+    assert report["tokens_not_recomputed"] == 0, "an engine cannot use what follows a hole"
 
 
 def test_an_interrupted_demo_leaves_nothing(place: Place) -> None:
