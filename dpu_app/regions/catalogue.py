@@ -105,6 +105,10 @@ class Catalogue:
                 slots[slots == slot] = -1
         return slots
 
+    def lingers(self, key_lo: int, key_hi: int, namespace: int) -> bool:
+        """A block of this key has expired, so `find` does not see it, but something still reads it."""
+        return self._has_ttl and self.index.find_one(key_lo, key_hi, namespace) >= 0
+
     def state_of(self, slot: int) -> BlockState:
         return BlockState(self._window.state_of[slot])
 

@@ -1,4 +1,8 @@
-"""The quota hook: may this tenant put so many more bytes into this region?"""
+"""The quota hook: how many bytes a tenant's blocks may take in this region.
+
+What counts is what the region holds in namespaces that the tenant's sessions have opened since the region was opened,
+and what is on its way in.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,9 @@ from typing import Protocol
 
 
 class QuotaPolicy(Protocol):
-    def admits(self, tenant: str, used_bytes: int, more_bytes: int) -> bool: ...
+    def limit_bytes(self, tenant: str) -> int:
+        """0: no limit."""
+        ...
 
 
 class FixedQuotas:
@@ -17,6 +23,5 @@ class FixedQuotas:
         self._limits = dict(limits)
         self._default_bytes = default_bytes
 
-    def admits(self, tenant: str, used_bytes: int, more_bytes: int) -> bool:
-        limit = self._limits.get(tenant, self._default_bytes)
-        return limit == 0 or used_bytes + more_bytes <= limit
+    def limit_bytes(self, tenant: str) -> int:
+        return self._limits.get(tenant, self._default_bytes)

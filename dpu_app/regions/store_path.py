@@ -135,11 +135,11 @@ class StorePath:
         if context.window.unsettled >= self._dirty_max:
             return Status.BUSY
         namespace, key_lo, key_hi = key
-        if context.catalogue.index.find_one(key_lo, key_hi, namespace) >= 0:
-            return Status.BUSY  # expired, but something still reads it
+        if context.catalogue.lingers(key_lo, key_hi, namespace):
+            return Status.BUSY
         tenant = batch.connection.session.tenant
-        used = context.tenant_bytes(tenant) + self._reserved.get(tenant, 0)
-        if not context.quota.admits(tenant, used, length):
+        limit_bytes = context.quota.limit_bytes(tenant)
+        if limit_bytes and context.tenant_bytes(tenant) + self._reserved.get(tenant, 0) + length > limit_bytes:
             return Status.QUOTA_EXCEEDED
         fingerprint = context.catalogue.index.fingerprint(key_lo, key_hi, namespace)
         if not context.admission.admit(fingerprint, context.clock.monotonic_ns() // NS_PER_S):

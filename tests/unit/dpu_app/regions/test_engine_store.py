@@ -272,3 +272,15 @@ def test_draining_refuses_stores_and_serves_the_rest() -> None:
     assert world.retrieve(FOUR[:1]) == [content(FOUR[0])]
     world.settle()
     assert world.engine.drained
+
+
+def test_an_expired_block_that_is_still_read_is_busy_not_doubled() -> None:
+    world = World()
+    world.store(FOUR[:1], ttl_s=1)
+    assert statuses(world.ask(Op.LEASE, world.key_entries(FOUR[:1], argument=5_000))) == [Status.OK]
+    world.pass_ms(2_000)
+    assert world.lookup(FOUR[:1]) == [Status.MISS]
+    assert world.store(FOUR[:1]) == [Status.BUSY]
+    world.pass_ms(3_001)
+    assert world.store(FOUR[:1]) == [Status.OK]
+    assert world.engine.slots_accounted() == world.slots
