@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -166,15 +167,15 @@ def demo(ctx: click.Context, /, config_path: Path | None, keep: bool, as_json: b
     with _ended_by_sigterm(), contextlib.ExitStack() as stack:
         notes.print(f"starting {settings.pod.dpus} DPUs with {settings.pod.regions} region workers each ...")
         pod = Pod.up(settings.pod, lambda text: notes.print(text))
-        if keep:
-            stack.callback(_print_what_to_try, pod, notes)
-        else:
+        if not keep:
             stack.callback(pod.down)
         report = _demo_with_progress(pod, settings, records, notes).as_dict()
     if as_json:
         _print_json(report)
     else:
         print_demo(report, Console())
+    if keep:
+        _print_what_to_try(pod, notes)
     if report["wrong_blocks"]:
         click.echo(f"entresol-emu: {report['wrong_blocks']} blocks came back with wrong bytes", err=True)
         ctx.exit(1)
@@ -231,10 +232,25 @@ def _demo_with_progress(pod: Pod, settings: DemoSettings, records: Sequence[Trac
 
 
 def _print_what_to_try(pod: Pod, notes: Console) -> None:
-    agent = f"entresol-agent --config {pod.state.agent_config}"
-    notes.print("The pod stays up. To try:", soft_wrap=True, highlight=False)
-    for line in ("entresol-emu status", f"{agent} stat", f"{agent} list", f"{agent} bench", "entresol-emu down"):
+    agent = f"{_command('entresol-agent')} --config {pod.state.agent_config}"
+    emu = _command("entresol-emu")
+    where = "" if pod.run_dir == default_run_dir() else f" --run-dir {pod.run_dir}"
+    notes.print("The pod stays up. To try:", highlight=False)
+    for line in (
+        f"{emu} status{where}",
+        f"{agent} stat",
+        f"{agent} list",
+        f"{agent} put --generate 100 --manifest blocks.json",
+        f"{agent} lookup blocks.json",
+        f"{agent} bench --quick",
+        f"{emu} down{where}",
+    ):
         notes.print(f"  {line}", soft_wrap=True, highlight=False)
+
+
+def _command(name: str) -> str:
+    """How the reader can call a command: by its name, or as this one was called."""
+    return name if shutil.which(name) else str(Path(sys.argv[0]).with_name(name))
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ busy machine hurts both alike. Figures are medians of rounds. Knows nothing of w
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import platform
 import secrets
@@ -23,7 +24,7 @@ import numpy as np
 from common.errors import UserError
 from common.identity import UNKNOWN, NamespaceRecord
 from common.status import BlockState, Status
-from common.units import format_size
+from common.units import approximate_size, format_size
 from common.wire import StatId
 from host_agent.bench_limits import Limits
 from host_agent.block_pattern import BlockPattern
@@ -36,6 +37,8 @@ KEY_BYTES: Final = 16
 _SETTLE_TIMEOUT_S: Final = 30.0
 _SETTLE_POLL_S: Final = 0.01
 _LOOKUP_CALLS: Final = 64
+_COLD_BYTES_MAX: Final = 8 << 30
+"""No more is stored to push blocks out of the windows. Blocks of others are never evicted for it."""
 _DAMAGE_STEP_WORDS: Final = 512
 """One word of each 4 KiB page of a destination is damaged before a RETRIEVE, so that old bytes do not pass."""
 
@@ -110,11 +113,16 @@ class Bench:
     """One run against a connected client. `told` hears what is being measured, for people."""
 
     def __init__(self, client: Client, settings: BenchSettings, tenant: str, told: Callable[[str], None]) -> None:
+        slot_bytes = max((region.slot_bytes for region in client.regions), default=0)
+        self._too_large = [size for size in settings.block_bytes if size > slot_bytes]
+        sizes = tuple(size for size in settings.block_bytes if size <= slot_bytes)
+        if not sizes:
+            raise UserError(f"the pod's blocks are at most {format_size(slot_bytes)}; give such a size")
         self._client = client
-        self._settings = settings
+        self._settings = dataclasses.replace(settings, block_bytes=sizes)
         self._told = told
-        self._namespace = client.namespace(_bench_record(tenant), max(settings.block_bytes))
-        self._pattern = BlockPattern(max(settings.block_bytes))
+        self._namespace = client.namespace(_bench_record(tenant), max(sizes))
+        self._pattern = BlockPattern(max(sizes))
         self._wrong: list[str] = []
 
     def run(self) -> dict[str, Any]:
@@ -138,6 +146,7 @@ class Bench:
             "machine": _machine(),
             "settings": {"rounds": settings.rounds, "blocks_per_round": settings.blocks},
             "verification": _verification_text(settings.verify),
+            "too_large_bytes": self._too_large,
             "wrong": self._wrong,
             "limits": limits.rows(),
             "cells": [cell.as_dict(limits.of(cell.operation, cell.block_bytes, cell.batch)) for cell in cells],
@@ -171,12 +180,21 @@ class Bench:
 
     def _cold(self, limits: Limits, source: RegisteredMemory, destination: RegisteredMemory, size: int) -> list[Cell]:
         """More blocks than there are frames: those that LOOKUP says are on flash only are cold."""
-        frames = sum(stats.get(StatId.FRAMES, 0) for stats in self._client.stat().values())
         step = self._settings.blocks
         keys: list[bytes] = []
         cells = [Cell("retrieve_cold", size, batch) for batch in self._settings.batches]
+        regions = self._client.stat().values()
+        needed = sum(stats.get(StatId.FRAMES, 0) for stats in regions) + 2 * step
+        free = sum(stats.get(StatId.SLOTS, 0) - stats.get(StatId.SLOTS_USED, 0) for stats in regions)
+        if needed > free or needed * size > _COLD_BYTES_MAX:
+            for cell in cells:
+                cell.note = (
+                    f"not measured: to fill the windows takes {needed} blocks, {approximate_size(needed * size)}; "
+                    f"{free} slots are free, and no more than {approximate_size(_COLD_BYTES_MAX)} is stored for it"
+                )
+            return cells
         try:
-            while len(keys) < frames + 2 * step:
+            while len(keys) < needed:
                 fresh = _fresh_keys(step)
                 self._fill(source, fresh, size)
                 keys += fresh

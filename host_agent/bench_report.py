@@ -49,6 +49,9 @@ def print_bench(result: Mapping[str, Any], console: Console, title: str = "") ->
                 console.print(
                     f"{_TITLES[cell['operation']]}, {format_size(cell['block_bytes'])}, batch {cell['batch']}: {text}"
                 )
+    if result["too_large_bytes"]:
+        sizes = ", ".join(format_size(size) for size in result["too_large_bytes"])
+        console.print(f"Not measured, since larger than the pod's slots: {sizes}")
     for sentence in result["wrong"][:20]:
         console.print(f"[bold red]WRONG[/]: {sentence}", highlight=False)
 

@@ -89,7 +89,8 @@ def test_keep_leaves_a_pod_that_the_command_line_works_with(place: Place, tmp_pa
     assert done.returncode == 0, done.stderr
     assert "every byte" in done.stdout.lower()
     agent = str(place.run_dir / "agent.yaml")
-    assert f"entresol-agent --config {agent}" in done.stderr
+    assert f"entresol-agent --config {agent} stat" in done.stderr
+    assert f"down --run-dir {place.run_dir}" in done.stderr
     status = json.loads(place.emu("status", "--json", "--run-dir", str(place.run_dir)).stdout)
     assert status["serving"]
     used = sum(region["stats"]["SLOTS_USED"] for dpu in status["dpus"] for region in dpu["regions"])
