@@ -124,7 +124,9 @@ def test_wrong_bytes_are_found(place: Place) -> None:
     assert report["tokens_not_recomputed"] == 0, "an engine cannot use what follows a hole"
 
 
-def test_an_interrupted_demo_leaves_nothing(place: Place) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_an_interrupted_demo_leaves_nothing(place: Place, number: signal.Signals) -> None:
+    """By itself where it can; where it could not, after `entresol-emu down`."""
     command = [sys.executable, "-m", "emulator.cli", "demo", *SMALL, *place.options, "--requests", "500"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
         mark = ""
@@ -135,7 +137,10 @@ def test_an_interrupted_demo_leaves_nothing(place: Place) -> None:
             if len(nodes) == 2:
                 break
             wait_for_end([process.pid], 0.05)
-        os.kill(process.pid, signal.SIGTERM)
+        os.kill(process.pid, number)
+        if number is signal.SIGKILL:
+            process.wait(timeout=60)
+            assert place.emu("down", "--run-dir", str(place.run_dir)).returncode == 0
         process.communicate(timeout=60)
     assert process.returncode != 0
     assert marked_processes(mark) == []
