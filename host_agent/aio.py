@@ -13,14 +13,17 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
+import numpy as np
 import numpy.typing as npt
 
 from common.identity import NamespaceRecord
 from common.wire import Op, StatId
+from host_agent import dispatch
 from host_agent.batch import Keys
+from host_agent.calls import Call
 from host_agent.client import Client, Places
 from host_agent.config import AgentSettings
-from host_agent.core import Call
+from host_agent.lease import Lease
 from host_agent.memory import RegisteredMemory
 from host_agent.namespace import Namespace
 from host_agent.operation import Operation
@@ -37,6 +40,7 @@ class AsyncClient:
     def __init__(self, client: Client) -> None:
         self._client = client
         self._core = client.core
+        self._calls = client.calls
 
     @classmethod
     async def open(cls, dpus: Sequence[str] | AgentSettings, tenant: str | None = None, **settings: Any) -> AsyncClient:
@@ -67,7 +71,7 @@ class AsyncClient:
         verify: bool | None = None,
         timeout_s: float | None = None,
     ) -> BlockResults:
-        return await self._run(self._core.start_store(namespace, keys, memory, until_flash, ttl_s, verify, timeout_s))
+        return await self._run(self._calls.start_store(namespace, keys, memory, until_flash, ttl_s, verify, timeout_s))
 
     async def retrieve(
         self,
@@ -80,10 +84,10 @@ class AsyncClient:
         verify: bool | None = None,
         timeout_s: float | None = None,
     ) -> BlockResults:
-        return await self._run(self._core.start_retrieve(namespace, keys, memory, offset, whole, verify, timeout_s))
+        return await self._run(self._calls.start_retrieve(namespace, keys, memory, offset, whole, verify, timeout_s))
 
     async def lookup(self, namespace: Namespace, keys: Keys, *, timeout_s: float | None = None) -> LookupResult:
-        return await self._run(self._core.start_lookup(namespace, keys, timeout_s))
+        return await self._run(self._calls.start_lookup(namespace, keys, timeout_s))
 
     async def prefetch(
         self,
@@ -96,21 +100,35 @@ class AsyncClient:
     ) -> BlockResults:
         """Ends when the hint has been answered: make a task of it to go on meanwhile, and cancel the task to cancel
         the hint."""
-        return await self._run(self._core.start_prefetch(namespace, keys, memory, offset, timeout_s))
+        return await self._run(self._calls.start_prefetch(namespace, keys, memory, offset, timeout_s))
+
+    @contextlib.asynccontextmanager
+    async def lease(
+        self, namespace: Namespace, keys: Keys, *, duration_s: float = 0.0, timeout_s: float | None = None
+    ) -> AsyncIterator[AsyncLease]:
+        """``async with client.lease(...) as lease:``; released at the end."""
+        asked_ns = self._core.clock.monotonic_ns()
+        operation, shares = self._calls.start_lease(namespace, keys, int(duration_s * 1000), timeout_s)
+        await self._run(Call(operation, lambda: None))
+        lease = Lease(self._core, operation, shares, asked_ns)
+        try:
+            yield AsyncLease(lease)
+        finally:
+            await asyncio.to_thread(lease.release)
 
     async def pin(
         self, namespace: Namespace, keys: Keys, *, ttl_s: int = 0, timeout_s: float | None = None
     ) -> BlockResults:
-        return await self._run(self._core.start_keys(Op.PIN, namespace, keys, ttl_s, timeout_s))
+        return await self._run(self._calls.start_keys(Op.PIN, namespace, keys, ttl_s, timeout_s))
 
     async def unpin(self, namespace: Namespace, keys: Keys, *, timeout_s: float | None = None) -> BlockResults:
-        return await self._run(self._core.start_keys(Op.UNPIN, namespace, keys, 0, timeout_s))
+        return await self._run(self._calls.start_keys(Op.UNPIN, namespace, keys, 0, timeout_s))
 
     async def touch(self, namespace: Namespace, keys: Keys, *, timeout_s: float | None = None) -> BlockResults:
-        return await self._run(self._core.start_keys(Op.TOUCH, namespace, keys, 0, timeout_s))
+        return await self._run(self._calls.start_keys(Op.TOUCH, namespace, keys, 0, timeout_s))
 
     async def delete(self, namespace: Namespace, keys: Keys, *, timeout_s: float | None = None) -> BlockResults:
-        return await self._run(self._core.start_keys(Op.DELETE, namespace, keys, 0, timeout_s))
+        return await self._run(self._calls.start_keys(Op.DELETE, namespace, keys, 0, timeout_s))
 
     async def list(
         self, namespace: Namespace | None = None, *, timeout_s: float | None = None
@@ -158,11 +176,37 @@ class AsyncClient:
 
     async def _give_up(self, operation: Operation) -> None:
         """Whatever else cancels meanwhile: both operations end at their deadlines at the latest."""
-        asking = self._core.cancel(operation)
+        asking = dispatch.cancel(self._core, operation)
         for awaited in (asking, operation):
             while awaited is not None and not awaited.done:
                 with contextlib.suppress(asyncio.CancelledError):
                     await self._done(awaited)
+
+
+class AsyncLease:
+    """`Lease`, read without blocking the loop."""
+
+    def __init__(self, lease: Lease) -> None:
+        self._lease = lease
+
+    @property
+    def status(self) -> npt.NDArray[np.uint8]:
+        return self._lease.status
+
+    @property
+    def length(self) -> npt.NDArray[np.uint32]:
+        return self._lease.length
+
+    async def read(
+        self,
+        memory: Places,
+        *,
+        indices: Sequence[int] | None = None,
+        verify: bool = False,
+        timeout_s: float | None = None,
+    ) -> BlockResults:
+        """As `Lease.read`."""
+        return await asyncio.to_thread(self._lease.read, memory, indices=indices, verify=verify, timeout_s=timeout_s)
 
 
 def _setter(loop: asyncio.AbstractEventLoop, future: asyncio.Future[None]) -> Callable[[], None]:

@@ -24,9 +24,11 @@ from common.errors import UnavailableError, UserError
 from common.identity import NamespaceRecord
 from common.status import BlockState, Status
 from common.wire import Flags, Op, StatId
+from host_agent import dispatch
 from host_agent.batch import Keys
+from host_agent.calls import Call, Calls
 from host_agent.config import AgentSettings
-from host_agent.core import AgentCore, Call
+from host_agent.core import AgentCore
 from host_agent.lease import Lease
 from host_agent.memory import RegisteredMemory, Spans
 from host_agent.namespace import Namespace
@@ -56,6 +58,7 @@ class Client:
         else:
             self.settings = AgentSettings(dpus=tuple(dpus), tenant=tenant or "", **settings)
         self.core = AgentCore(self.settings, SystemClock())
+        self.calls = Calls(self.core)
 
     # ------------------------------------------------------------------------------------ set-up
 
@@ -99,7 +102,7 @@ class Client:
         OK: stored, EXISTS: there already, nothing moved; both mean staged, or on flash with `until_flash`.
         `verify` sends each block's checksum along, for the DPU to compare.
         """
-        return self._wait(self.core.start_store(namespace, keys, memory, until_flash, ttl_s, verify, timeout_s))
+        return self._wait(self.calls.start_store(namespace, keys, memory, until_flash, ttl_s, verify, timeout_s))
 
     def retrieve(
         self,
@@ -117,11 +120,11 @@ class Client:
         which each destination must hold. MISS: not there. `verify` compares checksums here; CORRUPT where they
         differ. A destination whose status is not OK may hold anything.
         """
-        return self._wait(self.core.start_retrieve(namespace, keys, memory, offset, whole, verify, timeout_s))
+        return self._wait(self.calls.start_retrieve(namespace, keys, memory, offset, whole, verify, timeout_s))
 
     def lookup(self, namespace: Namespace, keys: Keys, *, timeout_s: float | None = None) -> LookupResult:
         """Which blocks are present, and how long the prefix is whose blocks all are."""
-        return self._wait(self.core.start_lookup(namespace, keys, timeout_s))
+        return self._wait(self.calls.start_lookup(namespace, keys, timeout_s))
 
     def prefetch(
         self,
@@ -134,7 +137,7 @@ class Client:
     ) -> Prefetch:
         """Hint that blocks will be needed within `timeout_s`: stage them on the DPU, or deliver them to registered
         `memory`, at lower priority than `retrieve`. Returns at once."""
-        call = self.core.start_prefetch(namespace, keys, memory, offset, timeout_s)
+        call = self.calls.start_prefetch(namespace, keys, memory, offset, timeout_s)
         self.core.progress.watch(call.operation)
         return Prefetch(self.core, call)
 
@@ -144,23 +147,23 @@ class Client:
         """Lease the frames of blocks for `duration_s` (0: the region's default), to READ them one-sidedly. Use it as a
         context manager."""
         asked_ns = self.core.clock.monotonic_ns()
-        operation, shares = self.core.start_lease(namespace, keys, int(duration_s * 1000), timeout_s)
+        operation, shares = self.calls.start_lease(namespace, keys, int(duration_s * 1000), timeout_s)
         self.core.progress.wait(operation)
         return Lease(self.core, operation, shares, asked_ns)
 
     def pin(self, namespace: Namespace, keys: Keys, *, ttl_s: int = 0, timeout_s: float | None = None) -> BlockResults:
         """Keep blocks from being evicted for `ttl_s` seconds (0: until unpinned)."""
-        return self._wait(self.core.start_keys(Op.PIN, namespace, keys, ttl_s, timeout_s))
+        return self._wait(self.calls.start_keys(Op.PIN, namespace, keys, ttl_s, timeout_s))
 
     def unpin(self, namespace: Namespace, keys: Keys, *, timeout_s: float | None = None) -> BlockResults:
-        return self._wait(self.core.start_keys(Op.UNPIN, namespace, keys, 0, timeout_s))
+        return self._wait(self.calls.start_keys(Op.UNPIN, namespace, keys, 0, timeout_s))
 
     def touch(self, namespace: Namespace, keys: Keys, *, timeout_s: float | None = None) -> BlockResults:
         """Count a use of each block, for eviction."""
-        return self._wait(self.core.start_keys(Op.TOUCH, namespace, keys, 0, timeout_s))
+        return self._wait(self.calls.start_keys(Op.TOUCH, namespace, keys, 0, timeout_s))
 
     def delete(self, namespace: Namespace, keys: Keys, *, timeout_s: float | None = None) -> BlockResults:
-        return self._wait(self.core.start_keys(Op.DELETE, namespace, keys, 0, timeout_s))
+        return self._wait(self.calls.start_keys(Op.DELETE, namespace, keys, 0, timeout_s))
 
     # ------------------------------------------------------------------------------------ the pod
 
@@ -187,7 +190,12 @@ class Client:
     def stat(self, *, timeout_s: float | None = None) -> dict[str, dict[StatId, int]]:
         """Counters and gauges by region (``DPU/region``). A region that does not answer is left out."""
         started = [
-            (region, self.core.start_pages(Op.STAT, region.link, np.zeros(1, wire.EMPTY_ENTRY), Flags.NONE, timeout_s))
+            (
+                region,
+                dispatch.submit_page(
+                    self.core, Op.STAT, region.link, np.zeros(1, wire.EMPTY_ENTRY), Flags.NONE, timeout_s
+                ),
+            )
             for region in self.regions
         ]
         stats: dict[str, dict[StatId, int]] = {}
@@ -227,7 +235,7 @@ class Client:
         if namespace is not None and grants is not None:
             entries["namespace"] = grants.handles.get(namespace.digest, 0)
         flags = Flags.ALL_NAMESPACES if namespace is None else Flags.NONE
-        operation = self.core.start_pages(Op.LIST, region.link, entries, flags, timeout_s)
+        operation = dispatch.submit_page(self.core, Op.LIST, region.link, entries, flags, timeout_s)
         self.core.progress.wait(operation)
         if operation.answers["status"][0] != Status.OK:
             operation.pages = None
@@ -267,7 +275,7 @@ class Prefetch:
 
     def cancel(self) -> BlockResults:
         """Give up what has not been done, and wait for what became of it. Memory is free afterwards."""
-        asking = self._core.cancel(self._call.operation)
+        asking = dispatch.cancel(self._core, self._call.operation)
         if asking is not None:
             self._core.progress.wait(asking)
         return self.result()

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 
 from common.errors import UserError
-from common.placement import PlacedRegion, PodMap
+from common.placement import PlacedRegion, PodMap, _negative_log, _negative_log_one
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "placement" / "vectors.json"
 MASK = (1 << 64) - 1
@@ -50,6 +50,7 @@ def test_golden_vectors() -> None:
         regions = tuple(PlacedRegion(bytes.fromhex(uuid), weight) for uuid, weight in vector["regions"])
         lo, hi = _keys(len(vector["placed"]))
         assert PodMap(1, regions).place(lo, hi).tolist() == vector["placed"]
+        assert [PodMap(1, regions).place_one(int(a), int(b)) for a, b in zip(lo, hi)] == vector["placed"]
 
 
 @pytest.mark.parametrize("weights", [[1, 1, 1, 1], [1, 2, 3, 4, 4, 7.5, 100]])
@@ -57,7 +58,15 @@ def test_agrees_with_the_specification(weights: list[float]) -> None:
     regions = [PlacedRegion(_uuid(n), weight) for n, weight in enumerate(weights)]
     lo, hi = _keys(3000)
     expected = [_by_the_book(int(a), int(b), regions) for a, b in zip(lo, hi)]
-    assert PodMap(1, tuple(regions)).place(lo, hi).tolist() == expected
+    pod_map = PodMap(1, tuple(regions))
+    assert pod_map.place(lo, hi).tolist() == expected
+    assert [pod_map.place_one(int(a), int(b)) for a, b in zip(lo, hi)] == expected
+
+
+def test_one_key_at_a_time_agrees_to_the_bit() -> None:
+    tops = np.random.default_rng(5).integers(0, 1 << 52, 20000, dtype=np.uint64)
+    tops[:4] = [0, 1, (1 << 52) - 1, 1 << 51]
+    assert _negative_log(tops).tolist() == [_negative_log_one(int(top)) for top in tops]
 
 
 @pytest.mark.parametrize("weights", [[1, 1, 1], [1, 2, 3, 4], [5, 0, 5]])

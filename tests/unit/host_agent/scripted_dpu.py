@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import os
 import select
-import struct
 import threading
 from collections.abc import Callable, Iterator
 from concurrent import futures
@@ -90,7 +89,12 @@ class ScriptedRegion:
     def do(self, job: Callable[[], None]) -> None:
         """Run `job` in the region's thread, and wait for it."""
         done = threading.Event()
-        self._jobs.append(lambda: (job(), done.set())[0])
+
+        def run() -> None:
+            job()
+            done.set()
+
+        self._jobs.append(run)
         os.eventfd_write(self._wake, 1)
         if not done.wait(20):
             raise TimeoutError("the scripted region does not answer")
@@ -129,11 +133,11 @@ class ScriptedRegion:
                     os.eventfd_read(self._wake)
                 elif fd == self._listener.fileno():
                     while (request := self._listener.accept()) is not None:
-                        session_id, token = struct.unpack("<Q16s", request.private_data)
+                        session_id, token = wire.CONNECT_DATA.unpack(request.private_data)
                         if self._tokens.get(session_id) != token:
                             request.reject("no such session")
                             continue
-                        peer = _Peer(self._fabric, request, self.credits, self.slot_bytes, self._memory)
+                        peer = _Peer(self._fabric, request, self.credits, self.slot_bytes, self.uuid, self._memory)
                         self._peers[peer.connection.fileno()] = peer
                         self.connections += 1
                         epoll.register(peer.connection.fileno(), select.EPOLLIN)
@@ -167,12 +171,12 @@ class ScriptedRegion:
             entries = self.script(self, capsule) if self.script is not None else None
             if entries is None:
                 entries = self.answer(peer, capsule)
+            peer.respond(capsule, entries)
         except Silence:
             self.held.append((peer, capsule))
             return False
-        except OSError:
+        except OSError:  # the agent has gone
             return False
-        peer.respond(capsule, entries)
         return True
 
     # ------------------------------------------------------------------------------------ what a DPU does
@@ -234,7 +238,7 @@ def _elements(capsule: wire.Capsule, entry: Any) -> Iterator[tuple[int, int, int
 
 
 class _Peer:
-    def __init__(self, fabric: Any, request: Any, credits: int, slot_bytes: int, memory: Any) -> None:
+    def __init__(self, fabric: Any, request: Any, credits: int, slot_bytes: int, uuid: bytes, memory: Any) -> None:
         size = wire.MAX_CAPSULE_BYTES
         self.outstanding = 0
         self._arrived: list[Completion] = []
@@ -248,7 +252,7 @@ class _Peer:
         ]
         self._out = credits * size
         self.connection: Connection = request.accept(
-            self._pd, QueueLimits(64, credits, 1), self._recvs, struct.pack("<HI", credits, slot_bytes)
+            self._pd, QueueLimits(64, credits, 1), self._recvs, wire.ACCEPT_DATA.pack(credits, slot_bytes, uuid)
         )
 
     def receive(self) -> Iterator[wire.Capsule]:
