@@ -28,6 +28,14 @@ class AlreadyExistsError(UserError):
     """The named thing exists already."""
 
 
+class PermissionDeniedError(UserError):
+    """The tenant, or the token shown, gives no right to this."""
+
+
+class PreconditionError(UserError):
+    """The request is sound, but things are not in a state to do it; the message says what to change."""
+
+
 class UnavailableError(EntresolError):
     """The other side cannot be reached or is not ready; trying again later may help."""
 

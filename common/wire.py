@@ -33,6 +33,12 @@ KEY_BYTES = 16
 _HEADER = struct.Struct("<HBBHBBHHHHIIQQ")
 HEADER_BYTES = _HEADER.size
 
+CONNECT_DATA = struct.Struct("<Q16s")
+"""Private data of an agent's connection request: session id, token."""
+ACCEPT_DATA = struct.Struct("<HI16s")
+"""Private data of the region's acceptance: credits (capsules that may be outstanding), slot_bytes, the region's uuid.
+The agent compares the last two with what the control plane said: an address may have passed to another region."""
+
 
 class Op(IntEnum):
     STORE = 1
@@ -116,6 +122,9 @@ class StatId(IntEnum):
     RECOVERED = 61
     RECOVERY_DROPPED = 62
     USED_BYTES = 63
+    SLOTS_FREE = 64
+    SLOTS_IN_TRANSIT = 65
+    """Of stores and discards under way; used + free + in transit is all slots, always."""
 
 
 def _layout(fields: list[tuple[str, str]], size: int) -> np.dtype[np.void]:
@@ -230,7 +239,9 @@ RESPONSE_LAYOUT: dict[int, np.dtype[np.void]] = {
     Op.CANCEL: RESULT,
 }
 _ALL_FLAGS = int(Flags.RESPONSE | Flags.UNTIL_FLASH | Flags.TO_HOST | Flags.ALL_NAMESPACES)
-_STATUSES = frozenset(int(status) for status in Status)
+_STATUSES = {int(status): status for status in Status}
+_OPS = {int(op): op for op in Op}
+_RESPONSE = int(Flags.RESPONSE)
 
 
 class WireError(Exception):
@@ -247,7 +258,8 @@ class Capsule(NamedTuple):
     """A decoded capsule. `entries` and `sges` are views of the buffer it was decoded from."""
 
     op: Op
-    flags: Flags
+    flags: int
+    """Of `Flags`; a plain number, since `IntFlag` arithmetic costs a microsecond."""
     status: Status
     """Of the capsule as a whole; OK in requests. Not OK: `entries` may be empty, and it holds for all."""
     deadline_us: int
@@ -274,7 +286,7 @@ def encode(
 ) -> bytes:
     """One capsule. Raises ValueError when it would not fit MAX_CAPSULE_BYTES or MAX_BATCH, or the layout is
     not the operation's."""
-    layout = (RESPONSE_LAYOUT if flags & Flags.RESPONSE else REQUEST_LAYOUT)[op]
+    layout = (RESPONSE_LAYOUT if int(flags) & _RESPONSE else REQUEST_LAYOUT)[op]
     if entries.dtype != layout:
         raise ValueError(f"{op.name} takes other entries than these")
     count = len(entries)
@@ -342,7 +354,7 @@ def _decode(buffer: ReadableBuffer, *, response: bool) -> Capsule:
         raise WireError(Status.UNSUPPORTED, f"operation {op}", op, request_id)
     if flags & ~_ALL_FLAGS or reserved0 or reserved1 or reserved2 or status not in _STATUSES:
         raise WireError(Status.BAD_REQUEST, "reserved bits or unknown flags are set", op, request_id)
-    if bool(flags & Flags.RESPONSE) is not response:
+    if bool(flags & _RESPONSE) is not response:
         raise WireError(Status.BAD_REQUEST, "a response where a request belongs, or the reverse", op, request_id)
     if entry_bytes != layout.itemsize or count > MAX_BATCH or (response and sge_count):
         raise WireError(Status.BAD_REQUEST, f"{count} entries of {entry_bytes} bytes", op, request_id)
@@ -351,7 +363,7 @@ def _decode(buffer: ReadableBuffer, *, response: bool) -> Capsule:
         raise WireError(Status.BAD_REQUEST, f"lengths do not add up to {size} bytes", op, request_id)
     entries = np.frombuffer(buffer, layout, count, HEADER_BYTES)
     sges = np.frombuffer(buffer, SGE, sge_count, sge_offset) if sge_count else _NO_SGES
-    return Capsule(Op(op), Flags(flags), Status(status), deadline_us, request_id, aux, entries, sges)
+    return Capsule(_OPS[op], flags, _STATUSES[status], deadline_us, request_id, aux, entries, sges)
 
 
 def keys_array(keys: list[bytes] | tuple[bytes, ...], layout: np.dtype[np.void] = KEY_ENTRY) -> Entries:

@@ -1,0 +1,1 @@
+"""Flash drivers: a regular file or block device, opened O_DIRECT, as a `doca_shims.api.FlashDevice`."""

@@ -1,0 +1,23 @@
+"""The real clock, for composition roots to pass in. Nothing else in the product reads the time itself."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from doca_shims.api import Clock
+
+
+class SystemClock:
+    """CLOCK_MONOTONIC and CLOCK_REALTIME."""
+
+    def monotonic_ns(self) -> int:
+        return time.monotonic_ns()
+
+    def wall_ns(self) -> int:
+        return time.time_ns()
+
+
+if TYPE_CHECKING:
+    _conforms: Clock = SystemClock()

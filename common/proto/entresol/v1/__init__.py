@@ -1,0 +1,1 @@
+"""Code that `make proto` generates from `control.proto`. Never edited by hand."""

@@ -1,0 +1,358 @@
+"""The event loop of a region worker: carries capsules, completions and time to the engine, and its work out.
+
+Owns the sockets and nothing of the region's state. Waits in epoll for the fabric's listener and connections, the
+flash device and the supervisor's channel; never blocks anywhere else. Started by `dpu_app.worker`.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import select
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from common.errors import DeadlineError, UserError
+from common.wire import CONNECT_DATA
+from doca_shims.api import (
+    Clock,
+    ConnectionRequest,
+    Fabric,
+    FlashCompletion,
+    FlashDevice,
+    Listener,
+    Memory,
+    ShimError,
+)
+from dpu_app.peer import Peer
+from dpu_app.regions.engine import RegionEngine
+from dpu_app.worker_channel import ChannelClosedError, Message, WorkerEnd
+
+NS_PER_S = 1_000_000_000
+STOP_DRAIN_S = 10.0
+"""A stop without a drain before it flushes for at most so long."""
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RegionFacts:
+    """What the worker tells of its region; fixed while it runs."""
+
+    name: str
+    uuid: str
+    slot_bytes: int
+    slots: int
+    capacity_bytes: int
+    generation: int
+
+
+class PeerLeases:
+    """The engine's LeasePort on the peers' registrations."""
+
+    def __init__(self, peers: dict[int, Peer]) -> None:
+        self._peers = peers
+
+    def grant(self, connection_id: int, address: int, length_bytes: int) -> int:
+        return self._peers[connection_id].grant(address, length_bytes)
+
+    def revoke(self, connection_id: int, rkey: int) -> None:
+        peer = self._peers.get(connection_id)
+        if peer is not None:
+            peer.revoke(rkey)
+
+
+class RegionServer:
+    def __init__(
+        self,
+        facts: RegionFacts,
+        engine: RegionEngine,
+        peers: dict[int, Peer],
+        fabric: Fabric,
+        listener: Listener,
+        flash: FlashDevice,
+        window: Memory,
+        channel: WorkerEnd,
+        clock: Clock,
+        credits: int,
+        send_wrs_max: int,
+    ) -> None:
+        self._facts = facts
+        self._engine = engine
+        self._peers = peers
+        self._fabric = fabric
+        self._listener = listener
+        self._flash = flash
+        self._window = window
+        self._channel = channel
+        self._clock = clock
+        self._credits = credits
+        self._send_wrs_max = send_wrs_max
+        self._tokens: dict[int, bytes] = {}
+        self._peer_by_fd: dict[int, int] = {}
+        self._next_connection = 0
+        self._draining = False
+        self._drain_waiters: list[tuple[int, int]] = []  # request id, deadline
+        self._stop_deadline_ns: int | None = None
+        self._epoll = select.epoll()
+        for source in (listener, channel, flash):
+            self._epoll.register(source.fileno(), select.EPOLLIN)
+        self._channel_writing = False
+        self._methods: dict[str, Callable[[dict[str, Any]], Message]] = {
+            "session_open": self._session_open,
+            "session_namespace": self._session_namespace,
+            "session_close": self._session_close,
+            "status": self._status,
+        }
+
+    # ---------------------------------------------------------------- loop
+
+    def run(self) -> None:
+        """Until the supervisor says stop or is gone. Afterwards `drained` says whether all is on flash."""
+        while not self._stopped():
+            timeout_s = max(0, self._engine.next_wakeup_ns() - self._clock.monotonic_ns()) / NS_PER_S
+            for fd, _ in self._epoll.poll(timeout_s):
+                self._ready(fd)
+            if self._clock.monotonic_ns() >= self._engine.next_wakeup_ns():
+                self._engine.tick()
+            self._carry_out()
+            if self._drain_waiters:
+                self._answer_drains()
+            self._watch_channel()
+
+    @property
+    def drained(self) -> bool:
+        return self._engine.drained
+
+    def close(self) -> None:
+        """Close every connection."""
+        for connection_id in list(self._peers):
+            self._drop(connection_id)
+        self._epoll.close()
+
+    def _stopped(self) -> bool:
+        if self._stop_deadline_ns is None:
+            return False
+        return self._engine.drained or self._clock.monotonic_ns() >= self._stop_deadline_ns
+
+    def _ready(self, fd: int) -> None:
+        connection_id = self._peer_by_fd.get(fd)
+        if connection_id is not None:
+            self._poll_peer(connection_id)
+        elif fd == self._flash.fileno():
+            self._engine.on_flash(self._flash.poll())
+        elif fd == self._listener.fileno():
+            while (request := self._listener.accept()) is not None:
+                self._accept(request)
+        elif fd == self._channel.fileno():
+            self._poll_channel()
+
+    # ---------------------------------------------------------------- the engine's work
+
+    def _carry_out(self) -> None:
+        outbox = self._engine.outbox
+        while not outbox.empty:
+            flash, outbox.flash = outbox.flash, []
+            fabric, outbox.fabric = outbox.fabric, []
+            responses, outbox.responses = outbox.responses, []
+            broken, outbox.broken = outbox.broken, []
+            posted: dict[int, None] = {}
+            if flash:
+                self._submit(flash)
+            for connection_id, requests in fabric:
+                peer = self._peers.get(connection_id)
+                if peer is not None and self._attempt(connection_id, partial(peer.post, requests)):
+                    posted[connection_id] = None
+            for connection_id, response in responses:
+                peer = self._peers.get(connection_id)
+                if peer is not None:
+                    self._attempt(connection_id, partial(peer.send, response))
+            for connection_id in broken:
+                self._drop(connection_id, "a transfer failed")
+            for connection_id in posted:
+                self._poll_peer(connection_id)
+
+    def _submit(self, requests: list[Any]) -> None:
+        try:
+            self._flash.submit(requests)
+        except ShimError as error:
+            _LOG.error("flash refused a batch: %s", error)
+            self._engine.on_flash([FlashCompletion(request.tag, -(error.errno or 5)) for request in requests])
+
+    def _attempt(self, connection_id: int, action: Callable[[], None]) -> bool:
+        try:
+            action()
+        except ShimError as error:
+            self._drop(connection_id, str(error))
+            return False
+        return True
+
+    # ---------------------------------------------------------------- peers
+
+    def _accept(self, request: ConnectionRequest) -> None:
+        if len(request.private_data) != CONNECT_DATA.size:
+            request.reject("not an Entresol agent: no session in the connection request")
+            return
+        session_id, token = CONNECT_DATA.unpack(request.private_data)
+        expected = self._tokens.get(session_id)
+        if expected is None or not hmac.compare_digest(expected, token):
+            request.reject("no such session: open one with the DPU's control plane first")
+            return
+        for connection_id, peer in list(self._peers.items()):
+            if peer.session_id == session_id:
+                self._drop(connection_id, "replaced by a new connection")
+        try:
+            peer = Peer(
+                self._fabric,
+                request,
+                self._window,
+                self._facts.slot_bytes,
+                bytes.fromhex(self._facts.uuid),
+                self._credits,
+                self._send_wrs_max,
+            )
+        except ShimError as error:
+            _LOG.warning("could not accept %s: %s", request.peer, error)
+            return
+        self._next_connection += 1
+        connection_id = self._next_connection
+        self._peers[connection_id] = peer
+        self._peer_by_fd[peer.fileno()] = connection_id
+        self._epoll.register(peer.fileno(), select.EPOLLIN)
+        self._engine.connected(session_id, connection_id, peer.window_lkey)
+        self._poll_peer(connection_id)
+
+    def _poll_peer(self, connection_id: int) -> None:
+        peer = self._peers.get(connection_id)
+        while peer is not None:
+            capsules, work = peer.poll()
+            if work:
+                self._engine.on_fabric(connection_id, work)
+            for _, capsule in capsules:
+                self._engine.receive(connection_id, capsule)
+            if capsules and not peer.lost:
+                buffers = [buffer for buffer, _ in capsules]
+                if not self._attempt(connection_id, partial(peer.repost, buffers)):
+                    return
+            if not capsules and not work:
+                if peer.lost:
+                    self._drop(connection_id, "the agent is gone")
+                return
+
+    def _drop(self, connection_id: int, reason: str = "") -> None:
+        peer = self._peers.get(connection_id)
+        if peer is None:
+            return
+        self._epoll.unregister(peer.fileno())
+        del self._peer_by_fd[peer.fileno()]
+        peer.close()
+        self._engine.disconnected(connection_id)
+        del self._peers[connection_id]
+        if reason:
+            _LOG.info("connection closed", extra={"peer": peer.name, "session": peer.session_id, "reason": reason})
+            self._tell("connection_lost", session_id=peer.session_id, reason=reason)
+
+    # ---------------------------------------------------------------- the supervisor's channel
+
+    def _tell(self, event: str, **fields: Any) -> None:
+        try:
+            self._channel.event(event, **fields)
+        except ChannelClosedError:
+            self._supervisor_gone()
+
+    def _supervisor_gone(self) -> None:
+        if self._stop_deadline_ns is None:
+            _LOG.warning("the supervisor is gone; stopping")
+            self._stop()
+
+    def _poll_channel(self) -> None:
+        try:
+            for message in self._channel.recv():
+                self._answer(message)
+        except ChannelClosedError:
+            self._epoll.unregister(self._channel.fileno())
+            self._supervisor_gone()
+
+    def _answer(self, message: Message) -> None:
+        request_id, method, params = int(message["id"]), str(message["method"]), message.get("params", {})
+        if method == "drain":
+            self._draining = True
+            self._engine.drain()
+            deadline_ns = self._clock.monotonic_ns() + int(float(params["timeout_s"]) * NS_PER_S)
+            self._drain_waiters.append((request_id, deadline_ns))
+            return
+        if method == "stop":
+            self._channel.reply(request_id)
+            self._stop()
+            return
+        handler = self._methods.get(method)
+        try:
+            if handler is None:
+                raise UserError(f"a region worker has no method {method!r}")
+            self._channel.reply(request_id, handler(params))
+        except (UserError, ShimError) as error:
+            self._channel.reply_error(request_id, error)
+
+    def _stop(self) -> None:
+        self._engine.drain()
+        self._draining = True
+        self._stop_deadline_ns = self._clock.monotonic_ns() + int(STOP_DRAIN_S * NS_PER_S)
+
+    def _answer_drains(self) -> None:
+        now_ns = self._clock.monotonic_ns()
+        left = []
+        for request_id, deadline_ns in self._drain_waiters:
+            if self._engine.drained:
+                self._channel.reply(request_id)
+            elif now_ns >= deadline_ns:
+                self._channel.reply_error(request_id, DeadlineError("blocks are still on their way to flash"))
+            else:
+                left.append((request_id, deadline_ns))
+        self._drain_waiters = left
+
+    def _watch_channel(self) -> None:
+        wants = self._channel.wants_write
+        if wants != self._channel_writing:
+            self._channel_writing = wants
+            self._epoll.modify(self._channel.fileno(), select.EPOLLIN | (select.EPOLLOUT if wants else 0))
+        if wants:
+            self._channel.flush()
+
+    def _session_open(self, params: dict[str, Any]) -> Message:
+        session_id = int(params["session_id"])
+        namespaces = {int(item["handle"]): bytes.fromhex(item["digest"]) for item in params["namespaces"]}
+        self._tokens[session_id] = bytes.fromhex(params["token"])
+        self._engine.open_session(session_id, str(params["tenant"]), namespaces)
+        return {}
+
+    def _session_namespace(self, params: dict[str, Any]) -> Message:
+        session_id = int(params["session_id"])
+        if session_id not in self._tokens:
+            raise UserError(f"no session {session_id}")
+        self._engine.add_namespace(session_id, int(params["handle"]), bytes.fromhex(params["digest"]))
+        return {}
+
+    def _session_close(self, params: dict[str, Any]) -> Message:
+        session_id = int(params["session_id"])
+        self._tokens.pop(session_id, None)
+        for connection_id, peer in list(self._peers.items()):
+            if peer.session_id == session_id:
+                self._drop(connection_id)
+        self._engine.close_session(session_id)
+        return {}
+
+    def _status(self, params: dict[str, Any]) -> Message:
+        del params
+        facts = self._facts
+        region = {
+            "name": facts.name,
+            "uuid": facts.uuid,
+            "slot_bytes": facts.slot_bytes,
+            "slots": facts.slots,
+            "capacity_bytes": facts.capacity_bytes,
+            "generation": facts.generation,
+            "state": "draining" if self._draining else "serving",
+            "address": self._listener.address,
+        }
+        return {"region": region, "stats": {stat.name: value for stat, value in self._engine.stats().items()}}

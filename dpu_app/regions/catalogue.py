@@ -1,0 +1,329 @@
+"""Which blocks a region holds, and the life of its slots: find, allocate (evicting), insert, forget, discard.
+
+Brings the index, the eviction policy, pins, TTLs and the slot table together; knows nothing of peers. A slot is
+free, or belongs to exactly one of: a block of the index, a store under way, a discard under way.
+Owned by the region engine; the store and load paths call it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from common.status import BlockState
+from common.wire import Entries, StatId
+from doca_shims.api import Clock, FlashCaps, FlashOp
+from dpu_app.regions.flash_queue import FlashJob, FlashQueue, Priority
+from dpu_app.regions.index import USED
+from dpu_app.regions.memory_list import KEY_HI, KEY_LO, NAMESPACE, Row
+from dpu_app.regions.recovery import OpenRegion
+from dpu_app.regions.slot_table import encode_page
+from dpu_app.regions.stats import Stats
+from dpu_app.regions.superblock import ENTRIES_PER_PAGE
+from dpu_app.regions.table_writer import TableWriter, Waiter
+from dpu_app.regions.window import Window
+
+Slots = npt.NDArray[np.int64]
+
+DISCARD_BATCH = 64
+SWEEP_SLOTS = 1 << 18
+"""Slots looked at for expiry per tick; keeps a tick under a millisecond."""
+NS_PER_S = 1_000_000_000
+
+
+class Unflushed:
+    """A block that is whole in its frame but not durably on flash yet. `abandoned` holds who waits for it to be
+    cleared away instead."""
+
+    __slots__ = ("abandoned", "entry_due", "frame", "slot", "waiters")
+
+    def __init__(self, slot: int, frame: int) -> None:
+        self.slot = slot
+        self.frame = frame
+        self.entry_due = False  # the data is on flash, the entry on its way
+        self.abandoned: list[Waiter] | None = None
+        self.waiters: list[Callable[[bool], None]] = []
+
+
+class Catalogue:
+    def __init__(
+        self,
+        region: OpenRegion,
+        window: Window,
+        queue: FlashQueue,
+        caps: FlashCaps,
+        stats: Stats,
+        clock: Clock,
+        pins_max: int,
+    ) -> None:
+        self.index = region.index
+        self.policy = region.policy
+        self.geometry = region.superblock.geometry
+        self.generation = region.superblock.generation
+        self.unflushed: dict[int, Unflushed] = {}
+        self.loading: set[int] = set()
+        self.pins: dict[int, int] = {}
+        """slot -> monotonic expiry in ns."""
+        self.table = TableWriter(self.geometry, window, queue, stats, self._encode_page)
+        self._salt = region.superblock.salt
+        for page in region.dirty_pages:
+            self.table.mark_stale(page * ENTRIES_PER_PAGE)
+        self._window = window
+        self._queue = queue
+        self._discard = caps.discard
+        self._stats = stats
+        self._clock = clock
+        self._pins_max = pins_max
+        self._discards: list[int] = []
+        self._discarding = 0
+        self._clearing = 0
+        self._has_ttl = bool(self.index.expires_s.any())
+        self._sweep_at = 0
+
+    # ---------------------------------------------------------------- looking
+
+    def find_each(self, rows: Sequence[Row], handles: Mapping[int, int]) -> list[int]:
+        """`find` for a few entries, where one look-up after the other beats numpy's fixed cost."""
+        slots = []
+        for row in rows:
+            namespace = handles.get(row[NAMESPACE], -1)
+            slot = self.index.find_one(row[KEY_LO], row[KEY_HI], namespace) if namespace >= 0 else -1
+            if slot >= 0 and self._has_ttl and len(self._expired_of(np.array([slot]))):
+                self._expire(slot)
+                slot = -1
+            slots.append(slot)
+        return slots
+
+    def find(self, entries: Entries, namespaces: Slots) -> Slots:
+        """Slots of a batch of keys, -1 where absent or expired."""
+        slots = self.index.find(entries["key_lo"], entries["key_hi"], namespaces)
+        if self._has_ttl:
+            for slot in self._expired_of(slots[slots >= 0]).tolist():
+                self._expire(slot)
+                slots[slots == slot] = -1
+        return slots
+
+    def lingers(self, key_lo: int, key_hi: int, namespace: int) -> bool:
+        """A block of this key has expired, so `find` does not see it, but something still reads it."""
+        return self._has_ttl and self.index.find_one(key_lo, key_hi, namespace) >= 0
+
+    def state_of(self, slot: int) -> BlockState:
+        return BlockState(self._window.state_of[slot])
+
+    def states_of(self, slots: Slots) -> npt.NDArray[np.uint8]:
+        """BlockState of each slot; ABSENT for -1."""
+        states: npt.NDArray[np.uint8] = np.where(
+            slots < 0, np.uint8(BlockState.ABSENT), self._window.block_state[slots]
+        )
+        return states
+
+    def leased_or_moving(self, slot: int) -> bool:
+        """Something references the block's frame, or flash is filling it."""
+        frame = self._window.frame_of.get(slot, -1)
+        return slot in self.loading or (frame >= 0 and self._window.references[frame] > 0)
+
+    def blocked(self, slot: int) -> bool:
+        """May not be evicted now."""
+        return slot in self.unflushed or self.leased_or_moving(slot) or self._pinned(slot)
+
+    # ---------------------------------------------------------------- slots
+
+    def allocate(self) -> int:
+        """A slot for a new block, evicting one if need be; -1 when every block is blocked."""
+        slot = self.index.allocate()
+        if slot >= 0:
+            return slot
+        if self._discards:
+            return self._discards.pop()
+        victim = self.policy.victim(self.blocked)
+        if victim < 0:
+            return -1
+        self._stats.add(StatId.EVICTIONS)
+        self._leave(victim)
+        self.table.mark_stale(victim)
+        return victim
+
+    def give_back(self, slot: int) -> None:
+        """A slot from `allocate` that no block took."""
+        self._retire(slot)
+
+    def insert(
+        self, slot: int, key_lo: int, key_hi: int, namespace: int, length: int, checksum: int, ttl_s: int, frame: int
+    ) -> Unflushed:
+        """The block is whole in `frame`: make it visible. Returns the record by which its flush is followed."""
+        now_s = self._clock.wall_ns() // NS_PER_S
+        expires_s = 0
+        if ttl_s:
+            self._has_ttl = True
+            expires_s = min(now_s + ttl_s, 0xFFFFFFFF)
+        self.index.insert(slot, key_lo, key_hi, namespace, length, checksum, self.generation, now_s, expires_s)
+        self.policy.on_insert(slot, self.index.fingerprint(key_lo, key_hi, namespace))
+        record = Unflushed(slot, frame)
+        self.unflushed[slot] = record
+        return record
+
+    def forget(self, slot: int, waiter: Waiter | None = None) -> None:
+        """Drop a block: invisible at once. With a `waiter`, its entry on flash is cleared and the waiter called
+        with the outcome; without, the entry stays behind as a claim that verification or reuse disposes of.
+        The slot is reused when nothing is under way on it."""
+        self._leave(slot)
+        record = self.unflushed.get(slot)
+        if record is not None:
+            record.abandoned = [] if waiter is None else [waiter]
+            for flush_waiter in record.waiters:
+                flush_waiter(False)
+            record.waiters.clear()
+        else:
+            self._clear(slot, [] if waiter is None else [waiter])
+
+    def flushed(self, record: Unflushed) -> None:
+        """Data and entry are on flash."""
+        del self.unflushed[record.slot]
+        self._window.settle(record.frame)
+        for waiter in record.waiters:
+            waiter(True)
+        record.waiters.clear()
+
+    def cleared(self, record: Unflushed) -> None:
+        """An abandoned block's I/O is through: its frame and slot are free again."""
+        del self.unflushed[record.slot]
+        self._window.drop(record.frame)
+        waiters = record.abandoned or []
+        if record.entry_due:
+            self._clear(record.slot, waiters)
+        else:
+            self._retire(record.slot)
+            for waiter in waiters:
+                waiter(0)
+
+    def _leave(self, slot: int) -> None:
+        """Out of the index, the policy and the pins; and out of a clean frame."""
+        self.policy.on_remove(slot)
+        self.index.remove(slot)
+        self.pins.pop(slot, None)
+        frame = self._window.frame_of.get(slot, -1)
+        if frame >= 0 and slot not in self.unflushed:
+            self._window.drop(frame)
+
+    def _clear(self, slot: int, waiters: list[Waiter]) -> None:
+        if not waiters:
+            self.table.mark_stale(slot)
+            self._retire(slot)
+            return
+
+        def written(error: int) -> None:
+            self._clearing -= 1
+            self._retire(slot)
+            for waiter in waiters:
+                waiter(error)
+
+        self._clearing += 1
+        self.table.mark(slot, written)
+
+    def _retire(self, slot: int) -> None:
+        if self._discard:
+            self._discards.append(slot)
+        else:
+            self.index.release(slot)
+
+    def _encode_page(self, page: int) -> bytes:
+        """The page as it belongs on flash now: without the blocks whose data is not there yet."""
+        first = page * ENTRIES_PER_PAGE
+        hidden = [
+            slot
+            for slot in range(first, first + ENTRIES_PER_PAGE)
+            if slot in self.unflushed and not self.unflushed[slot].entry_due
+        ]
+        encoded = encode_page(self.index, page, self._salt)
+        if not hidden:
+            return encoded
+        out = bytearray(encoded)
+        size = len(out) // ENTRIES_PER_PAGE
+        for slot in hidden:
+            out[(slot - first) * size : (slot - first + 1) * size] = bytes(size)
+        return bytes(out)
+
+    # ---------------------------------------------------------------- discard
+
+    @property
+    def slots_in_transit(self) -> int:
+        """Slots that are neither free in the index nor hold one of its blocks: forgotten while they were being
+        flushed, having their entry cleared, or being discarded."""
+        abandoned = sum(record.abandoned is not None for record in self.unflushed.values())
+        return abandoned + self._clearing + len(self._discards) + self._discarding
+
+    def start_discards(self, everything: bool = False) -> None:
+        """Hand freed slots to the device in batches of neighbours; they are free again afterwards."""
+        if not self._discards or (len(self._discards) < DISCARD_BATCH and not everything):
+            return
+        slots = sorted(self._discards)
+        self._discards = []
+        start = 0
+        for i in range(1, len(slots) + 1):
+            if i == len(slots) or slots[i] != slots[i - 1] + 1:
+                self._discard_run(slots[start:i])
+                start = i
+
+    def _discard_run(self, run: list[int]) -> None:
+        length = len(run) * self.geometry.slot_bytes
+        self._discarding += len(run)
+
+        def done(error: int) -> None:
+            self._discarding -= len(run)
+            if not error:
+                self._stats.add(StatId.DISCARDED_BYTES, length)
+            for slot in run:
+                self.index.release(slot)
+
+        offset = self.geometry.slot_offset(run[0])
+        self._queue.add(FlashJob(FlashOp.DISCARD, Priority.DISCARD, offset, 0, length, done))
+
+    # ---------------------------------------------------------------- pins and expiry
+
+    def pin(self, slot: int, ttl_s: int) -> bool:
+        """False when as many blocks are pinned as may be."""
+        if slot not in self.pins and len(self.pins) >= self._pins_max:
+            self._drop_expired_pins()
+            if len(self.pins) >= self._pins_max:
+                return False
+        expiry = self._clock.monotonic_ns() + ttl_s * NS_PER_S
+        self.pins[slot] = max(expiry, self.pins.get(slot, 0))
+        return True
+
+    def unpin(self, slot: int) -> None:
+        self.pins.pop(slot, None)
+
+    def _pinned(self, slot: int) -> bool:
+        expiry = self.pins.get(slot)
+        return expiry is not None and expiry > self._clock.monotonic_ns()
+
+    def _drop_expired_pins(self) -> None:
+        now_ns = self._clock.monotonic_ns()
+        for slot in [slot for slot, expiry in self.pins.items() if expiry <= now_ns]:
+            del self.pins[slot]
+
+    def _expired_of(self, slots: Slots) -> Slots:
+        expires = self.index.expires_s[slots]
+        now_s = self._clock.wall_ns() // NS_PER_S
+        expired: Slots = slots[(expires != 0) & (expires <= now_s)]
+        return expired
+
+    def _expire(self, slot: int) -> None:
+        """An expired block is invisible at once; it stays in place while something still reads it."""
+        if not self.leased_or_moving(slot):
+            self._stats.add(StatId.EXPIRED)
+            self.forget(slot)
+
+    def tick(self) -> None:
+        """Housekeeping, bounded: expired pins, a stretch of expired blocks, leftover discards."""
+        if self.pins:
+            self._drop_expired_pins()
+        if self._has_ttl:
+            stop = min(self._sweep_at + SWEEP_SLOTS, self.geometry.slots)
+            window = np.arange(self._sweep_at, stop)
+            for slot in self._expired_of(window[self.index.flags[self._sweep_at : stop] == USED]).tolist():
+                self._expire(slot)
+            self._sweep_at = 0 if stop == self.geometry.slots else stop
+        self.start_discards(everything=True)

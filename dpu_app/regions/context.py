@@ -1,0 +1,82 @@
+"""What the parts of one region's engine share: settings, counters, and the work they hand to the driver."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from doca_shims.api import Clock, FlashRequest, SendRequest
+from dpu_app.regions.admission import AdmissionFilter
+from dpu_app.regions.catalogue import Catalogue
+from dpu_app.regions.flash_queue import FlashQueue
+from dpu_app.regions.quota import QuotaPolicy
+from dpu_app.regions.sessions import Connection
+from dpu_app.regions.stats import Stats
+from dpu_app.regions.window import Window
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """Limits of one region; times in ms or s as named, fractions of the window or of all slots."""
+
+    dirty_fraction: float = 0.75
+    """Of the frames: with more than this not yet on flash, stores are refused as BUSY, so loads find frames."""
+    deadline_default_ms: int = 5_000
+    deadline_max_ms: int = 60_000
+    lease_default_ms: int = 2_000
+    lease_max_ms: int = 30_000
+    pins_fraction: float = 0.5
+    ttl_default_s: int = 0
+    """For stores that name none; 0: no expiry."""
+    send_wrs_max: int = 1024
+    """Work requests the engine may have posted on one connection."""
+
+
+class LeasePort(Protocol):
+    """Makes window memory readable for one connection and unreadable again; the driver implements it on the
+    fabric's registrations, one per lease, so that a lease's rkey reaches that frame alone."""
+
+    def grant(self, connection_id: int, address: int, length_bytes: int) -> int:
+        """The rkey. Raises OSError."""
+        ...
+
+    def revoke(self, connection_id: int, rkey: int) -> None:
+        """When it returns the peer can no longer read the frame. Unknown rkeys are ignored."""
+        ...
+
+
+@dataclass
+class Outbox:
+    """Work for the driver, in order. It empties the lists as it carries them out: per connection first
+    `fabric`, then `responses`."""
+
+    flash: list[FlashRequest] = field(default_factory=list)
+    fabric: list[tuple[int, list[SendRequest]]] = field(default_factory=list)
+    responses: list[tuple[int, bytes]] = field(default_factory=list)
+    broken: list[int] = field(default_factory=list)
+    """Connections to close: a transfer failed."""
+
+    @property
+    def empty(self) -> bool:
+        return not (self.flash or self.fabric or self.responses or self.broken)
+
+
+@dataclass
+class Context:
+    """Shared by the store path, the load path, the leases and the engine that owns them."""
+
+    settings: EngineSettings
+    clock: Clock
+    stats: Stats
+    window: Window
+    queue: FlashQueue
+    catalogue: Catalogue
+    admission: AdmissionFilter
+    quota: QuotaPolicy
+    tenant_bytes: Callable[[str], int]
+    """Bytes a tenant's blocks take in this region now."""
+    connections: dict[int, Connection] = field(default_factory=dict)
+    ready: set[int] = field(default_factory=set)
+    """Connections with transfers to pump."""
+    draining: bool = False

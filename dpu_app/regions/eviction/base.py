@@ -1,0 +1,52 @@
+"""What an eviction policy is: it orders slots and names the next victim; it never removes one by itself.
+
+The engine calls it on every insertion, hit and removal; `recovery` restores its order in bulk. Policies keep arrays
+only, so that their memory is a known number of bytes a slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Slots: TypeAlias = npt.NDArray[np.int64]
+
+SCAN_MAX = 4096
+"""Slots that one call of `victim` looks at, at most: what is then left waits for the next call."""
+
+
+class EvictionPolicy(Protocol):
+    """Every slot is known to the policy between its `on_insert` and `on_remove`, and is there once."""
+
+    @property
+    def bytes_per_slot(self) -> float:
+        """Bytes of arrays held, over the number of slots."""
+        ...
+
+    def on_insert(self, slot: int, fingerprint: int) -> None:
+        """`slot` now holds a new block. `fingerprint` is of its key (any 64-bit hash of it, the same each time)."""
+        ...
+
+    def on_hit(self, slots: Slots) -> None:
+        """Each of `slots` was used. A slot named twice in one call may count once."""
+        ...
+
+    def on_hit_one(self, slot: int) -> None: ...
+
+    def on_remove(self, slot: int) -> None:
+        """`slot` holds nothing any more, by eviction or otherwise."""
+        ...
+
+    def victim(self, blocked: Callable[[int], bool]) -> int:
+        """The slot to evict next, or -1: none, or none within SCAN_MAX that is not `blocked`. It stays known until
+        `on_remove`; one that is blocked is put off and keeps its standing."""
+        ...
+
+    def bulk_insert(self, slots: Slots, fingerprints: npt.NDArray[np.uint32] | None = None) -> None:
+        """Insert many, oldest first, into an empty policy, in numpy's time. `fingerprints` is of every slot by its
+        number, folded to 32 bits (upper half xor lower half); the policy keeps the array, and may still be given its
+        contents until the next call."""
+        ...

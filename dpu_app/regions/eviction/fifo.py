@@ -1,0 +1,52 @@
+"""FIFO: the block stored first goes first, used or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from dpu_app.regions.eviction.base import SCAN_MAX, EvictionPolicy, Slots
+from dpu_app.regions.eviction.slot_queue import Links, SlotQueue
+
+
+class Fifo:
+    def __init__(self, slots: int) -> None:
+        self._links = Links(slots)
+        self._queue = SlotQueue(self._links)
+
+    @property
+    def bytes_per_slot(self) -> float:
+        return self._links.nbytes / self._links.slots
+
+    def on_insert(self, slot: int, fingerprint: int) -> None:  # noqa: ARG002
+        self._queue.push(slot)
+
+    def on_hit(self, slots: Slots) -> None:
+        pass
+
+    def on_hit_one(self, slot: int) -> None:
+        pass
+
+    def on_remove(self, slot: int) -> None:
+        self._queue.remove(slot)
+
+    def victim(self, blocked: Callable[[int], bool]) -> int:
+        return oldest_unblocked(self._queue, blocked)
+
+    def bulk_insert(self, slots: Slots, fingerprints: npt.NDArray[np.uint32] | None = None) -> None:  # noqa: ARG002
+        self._queue.push_many(slots)
+
+
+def oldest_unblocked(queue: SlotQueue, blocked: Callable[[int], bool]) -> int:
+    """Walks from the tail without changing the order: a blocked slot stays the next to go."""
+    slot = queue.tail
+    for _ in range(SCAN_MAX):
+        if slot < 0 or not blocked(slot):
+            return slot
+        slot = queue.newer(slot)
+    return -1
+
+
+_: type[EvictionPolicy] = Fifo

@@ -1,0 +1,45 @@
+"""LRU: the block whose last use is longest ago goes first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from dpu_app.regions.eviction.base import EvictionPolicy, Slots
+from dpu_app.regions.eviction.fifo import oldest_unblocked
+from dpu_app.regions.eviction.slot_queue import Links, SlotQueue
+
+
+class Lru:
+    def __init__(self, slots: int) -> None:
+        self._links = Links(slots)
+        self._queue = SlotQueue(self._links)
+
+    @property
+    def bytes_per_slot(self) -> float:
+        return self._links.nbytes / self._links.slots
+
+    def on_insert(self, slot: int, fingerprint: int) -> None:  # noqa: ARG002
+        self._queue.push(slot)
+
+    def on_hit(self, slots: Slots) -> None:
+        for slot in slots.tolist():
+            self.on_hit_one(slot)
+
+    def on_hit_one(self, slot: int) -> None:
+        self._queue.remove(slot)
+        self._queue.push(slot)
+
+    def on_remove(self, slot: int) -> None:
+        self._queue.remove(slot)
+
+    def victim(self, blocked: Callable[[int], bool]) -> int:
+        return oldest_unblocked(self._queue, blocked)
+
+    def bulk_insert(self, slots: Slots, fingerprints: npt.NDArray[np.uint32] | None = None) -> None:  # noqa: ARG002
+        self._queue.push_many(slots)
+
+
+_: type[EvictionPolicy] = Lru

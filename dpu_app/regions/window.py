@@ -1,0 +1,210 @@
+"""The window: a region's frames in registered DPU memory, and which block each one holds.
+
+A frame is FREE, FILLING (an RDMA READ is writing it), LOADING (flash is), DIRTY (whole, not yet on flash) or
+CLEAN (whole, and on flash too). Only a CLEAN frame that nobody references is ever given to another block. After
+the frames lie a few table pages, the aligned buffers of slot-table writes. Owned by one region engine.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from common.errors import InternalError, UserError
+from common.status import BlockState
+from dpu_app.regions.superblock import TABLE_PAGE_BYTES
+
+TABLE_BUFFERS = 16
+
+
+def aligned_length(length: int) -> int:
+    """What a value of `length` bytes takes on flash."""
+    return -(-length // TABLE_PAGE_BYTES) * TABLE_PAGE_BYTES
+
+
+class FrameState(IntEnum):
+    FREE = 0
+    FILLING = 1
+    LOADING = 2
+    DIRTY = 3
+    CLEAN = 4
+    DOOMED = 5
+    """The block is gone; the frame is free as soon as nobody references it."""
+
+
+@dataclass(frozen=True)
+class WindowLayout:
+    """How many frames a window of so many bytes holds, and how large its memory must be."""
+
+    frames: int
+    frame_bytes: int
+
+    @classmethod
+    def fit(cls, window_bytes: int, slot_bytes: int) -> WindowLayout:
+        frames = window_bytes // slot_bytes
+        if frames < 4:
+            raise UserError(
+                f"a window of {window_bytes} bytes holds {frames} frames of {slot_bytes} bytes; "
+                f"give the region a window of at least {4 * slot_bytes} bytes"
+            )
+        return cls(frames, slot_bytes)
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.frames * self.frame_bytes + TABLE_BUFFERS * TABLE_PAGE_BYTES
+
+
+class Window:
+    """`address` and `view` are the memory's; `view` has `layout.memory_bytes` bytes. `slots` is the region's."""
+
+    def __init__(self, layout: WindowLayout, address: int, view: memoryview, slots: int) -> None:
+        self.layout = layout
+        self.frame_bytes = layout.frame_bytes
+        self._base = address
+        self._view = view
+        self._free = list(range(layout.frames - 1, -1, -1))
+        self._clean: OrderedDict[int, int] = OrderedDict()  # frame -> slot, least recently used first
+        self.state = [FrameState.FREE] * layout.frames
+        self.slot = [-1] * layout.frames
+        self.references = [0] * layout.frames
+        self.generation = [0] * layout.frames
+        self.frame_of: dict[int, int] = {}
+        """slot -> frame, whole blocks only (DIRTY or CLEAN)."""
+        self.block_state: npt.NDArray[np.uint8] = np.full(slots, BlockState.FLASH, np.uint8)
+        """Per slot that holds a block, its BlockState."""
+        self.state_of = self.block_state.data  # the same, faster one by one
+        self._unsettled = 0  # FILLING and DIRTY
+        self._table_buffers = list(range(TABLE_BUFFERS))
+
+    # ---------------------------------------------------------------- addresses
+
+    def address(self, frame: int) -> int:
+        return self._base + frame * self.frame_bytes
+
+    def bytes_of(self, frame: int, length: int, offset: int = 0) -> memoryview:
+        start = frame * self.frame_bytes + offset
+        return self._view[start : start + length]
+
+    def zero_tail(self, frame: int, length: int, aligned: int) -> None:
+        """Clear what follows the value up to the aligned length: another tenant's old bytes never reach flash."""
+        if aligned > length:
+            self.bytes_of(frame, aligned - length, length)[:] = bytes(aligned - length)
+
+    # ---------------------------------------------------------------- counts
+
+    @property
+    def unsettled(self) -> int:
+        """Frames that hold, or are about to hold, what is not on flash yet."""
+        return self._unsettled
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def referenced(self) -> int:
+        return sum(1 for count in self.references if count)
+
+    # ---------------------------------------------------------------- life of a frame
+
+    def take(self, slot: int, state: FrameState) -> int:
+        """A frame for `slot` in state FILLING or LOADING, or -1 when all are dirty or referenced."""
+        frame = self._free.pop() if self._free else self._reclaim()
+        if frame < 0:
+            return -1
+        self.state[frame] = state
+        self.slot[frame] = slot
+        self.generation[frame] = (self.generation[frame] + 1) & 0xFFFFFFFF
+        if state is FrameState.FILLING:
+            self._unsettled += 1
+        return frame
+
+    def _reclaim(self) -> int:
+        for frame, slot in self._clean.items():
+            if self.references[frame] == 0:
+                del self._clean[frame]
+                del self.frame_of[slot]
+                self.state_of[slot] = BlockState.FLASH
+                return frame
+        return -1
+
+    def fill(self, frame: int) -> None:
+        """FILLING -> DIRTY: the block is whole and may be read."""
+        self._expect(frame, FrameState.FILLING)
+        self.state[frame] = FrameState.DIRTY
+        slot = self.slot[frame]
+        self.frame_of[slot] = frame
+        self.state_of[slot] = BlockState.STAGED
+
+    def settle(self, frame: int) -> None:
+        """DIRTY or LOADING -> CLEAN: the block is whole here and on flash."""
+        if self.state[frame] is FrameState.DIRTY:
+            self._unsettled -= 1
+        else:
+            self._expect(frame, FrameState.LOADING)
+        self.state[frame] = FrameState.CLEAN
+        slot = self.slot[frame]
+        self.frame_of[slot] = frame
+        self.state_of[slot] = BlockState.STAGED_AND_FLASH
+        self._clean[frame] = slot
+
+    def drop(self, frame: int) -> None:
+        """The block leaves the frame, which is free at once or when its last reference goes."""
+        state = self.state[frame]
+        if state in (FrameState.FREE, FrameState.DOOMED):
+            raise InternalError(f"frame {frame} dropped twice")
+        if state in (FrameState.FILLING, FrameState.DIRTY):
+            self._unsettled -= 1
+        if state in (FrameState.DIRTY, FrameState.CLEAN):
+            slot = self.slot[frame]
+            del self.frame_of[slot]
+            self.state_of[slot] = BlockState.FLASH
+            self._clean.pop(frame, None)
+        self.slot[frame] = -1
+        if self.references[frame]:
+            self.state[frame] = FrameState.DOOMED
+        else:
+            self._release(frame)
+
+    def _release(self, frame: int) -> None:
+        self.state[frame] = FrameState.FREE
+        self._free.append(frame)
+
+    def touch(self, frame: int) -> None:
+        if frame in self._clean:
+            self._clean.move_to_end(frame)
+
+    def hold(self, frame: int) -> None:
+        self.references[frame] += 1
+
+    def unhold(self, frame: int) -> None:
+        if self.references[frame] <= 0:
+            raise InternalError(f"frame {frame} released more often than held")
+        self.references[frame] -= 1
+        if self.references[frame] == 0 and self.state[frame] is FrameState.DOOMED:
+            self._release(frame)
+
+    def _expect(self, frame: int, state: FrameState) -> None:
+        if self.state[frame] is not state:
+            raise InternalError(f"frame {frame} is {self.state[frame].name}, not {state.name}")
+
+    # ---------------------------------------------------------------- table pages
+
+    def take_table_buffer(self) -> int:
+        return self._table_buffers.pop() if self._table_buffers else -1
+
+    def give_table_buffer(self, buffer: int) -> None:
+        self._table_buffers.append(buffer)
+
+    def table_address(self, buffer: int) -> int:
+        return self._base + self._table_offset(buffer)
+
+    def table_bytes(self, buffer: int) -> memoryview:
+        offset = self._table_offset(buffer)
+        return self._view[offset : offset + TABLE_PAGE_BYTES]
+
+    def _table_offset(self, buffer: int) -> int:
+        return self.layout.frames * self.frame_bytes + buffer * TABLE_PAGE_BYTES

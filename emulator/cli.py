@@ -1,0 +1,283 @@
+"""`entresol-emu`: a pod on this machine, without hardware. Turns options into settings and outcomes into words.
+
+Every subcommand is a thin face over a module: `emulator.pod` (up, down, status), `emulator.demo`, `emulator.compare`.
+Exit codes are those of `common.errors`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from common import config, units
+from common.errors import EntresolError
+from emulator.compare import compare
+from emulator.demo import DemoSettings, run_demo
+from emulator.demo_report import DemoReport, RequestOutcome, print_demo
+from emulator.pod import Pod
+from emulator.pod_report import pod_report, print_pod
+from emulator.pod_settings import FABRICS, PodSettings, default_run_dir
+from emulator.trace import TraceRecord
+from host_agent.bench import BenchSettings
+from host_agent.bench_report import print_bench
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class _Size(click.ParamType):  # type: ignore[type-arg]
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        try:
+            return units.parse_size(value)
+        except units.UnitError as error:
+            self.fail(str(error), param, ctx)
+
+
+SIZE = _Size()
+
+
+class _Group(click.Group):
+    """Errors meant for people end the command with their text and their exit code, without a traceback."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except EntresolError as error:
+            click.echo(f"entresol-emu: {error}", err=True)
+            ctx.exit(error.exit_code)
+
+
+@click.group(cls=_Group)
+@click.version_option(package_name="entresol")
+def main() -> None:
+    """A pod of emulated DPUs on this machine: real processes, real bytes, no hardware."""
+
+
+def run_dir_option(function: F) -> F:
+    return click.option(
+        "--run-dir",
+        type=click.Path(file_okay=False, path_type=Path),
+        help=f"Where the pod's configurations, logs and sockets are.  [default: {default_run_dir()}]",
+    )(function)
+
+
+def pod_options(function: F) -> F:
+    """The options that change what a pod is made of; those not given keep the configuration's value."""
+    for option in (
+        click.option(
+            "--config", "config_path", type=click.Path(path_type=Path), help="A file like configs/emulator.yaml."
+        ),
+        click.option("--dpus", type=int, help="DPU processes."),
+        click.option("--regions", type=int, help="Region workers of each DPU."),
+        click.option("--fabric", type=click.Choice(FABRICS), help="How agents reach the DPUs."),
+        click.option("--capacity", "capacity_bytes", type=SIZE, help="Flash of each region, such as 1GiB."),
+        click.option("--slot", "slot_bytes", type=SIZE, help="Largest block, such as 256KiB."),
+        click.option("--window", "window_bytes", type=SIZE, help="Staging memory of each region."),
+        click.option("--flash-driver", help="auto, io_uring or thread_pool."),
+        click.option("--eviction", help="s3fifo, lru, fifo or sieve."),
+        click.option("--flash-dir", type=click.Path(file_okay=False, path_type=Path), help="On a disk, for O_DIRECT."),
+        run_dir_option,
+    ):
+        function = option(function)
+    return function
+
+
+def settings_from(config_path: Path | None, options: dict[str, Any], **defaults: Any) -> PodSettings:
+    """The configuration file, or `defaults`, with the options that were given on top. Raises UserError."""
+    base = config.load_file(config_path, PodSettings) if config_path else PodSettings(**defaults)
+    given = {name: value for name, value in options.items() if value is not None}
+    try:
+        return dataclasses.replace(base, **given)
+    except config.FieldError as error:
+        raise config.ConfigError("options", [config.Problem(0, error.field, str(error))]) from error
+
+
+@main.command()
+@pod_options
+@click.option("--json", "as_json", is_flag=True, help="For scripts.")
+def up(config_path: Path | None, as_json: bool, **options: Any) -> None:
+    """Start a pod and return once every region serves. It runs until 'entresol-emu down'."""
+    settings = settings_from(config_path, options)
+    with _ended_by_sigterm():
+        pod = Pod.up(settings, lambda text: click.echo(text, err=True))
+    _print(pod_report(pod), as_json)
+
+
+@main.command()
+@run_dir_option
+def down(run_dir: Path | None) -> None:
+    """End a pod, every process of it, and remove its files."""
+    pod = Pod.find(run_dir or default_run_dir())
+    was_running = len(pod.running())
+    killed = pod.down()
+    for process in killed:
+        click.echo(f"killed {process.pid}, which did not end when asked: {process.command}", err=True)
+    click.echo(f"pod down: {was_running} processes ended, files removed")
+
+
+@main.command()
+@run_dir_option
+@click.option("--json", "as_json", is_flag=True, help="For scripts.")
+@click.pass_context
+def status(ctx: click.Context, run_dir: Path | None, as_json: bool) -> None:
+    """Show the pod: processes, regions, counters. Exit code 3 where a part of it does not serve."""
+    report = pod_report(Pod.find(run_dir or default_run_dir()))
+    _print(report, as_json)
+    if not report["serving"]:
+        ctx.exit(3)
+
+
+@main.command()
+@pod_options
+@click.option("--trace", type=click.Path(path_type=Path), help="Requests in the Mooncake trace format, JSON lines.")
+@click.option("--requests", type=click.IntRange(1), default=96, show_default=True, help="How many to replay.")
+@click.option("--seed", type=int, default=1, show_default=True, help="Of the generated workload.")
+@click.option("--agents", type=click.IntRange(1, 16), default=2, show_default=True, help="GPU-node processes.")
+@click.option("--tp", "tp_size", type=click.IntRange(1), default=8, show_default=True, help="Ranks that share the KV.")
+@click.option("--block-tokens", type=click.IntRange(16), default=16, show_default=True, help="Whole 16-token pages.")
+@click.option("--batch", "batch_blocks", type=click.IntRange(1), default=64, show_default=True, help="Blocks a call.")
+@click.option("--scatter", is_flag=True, help="Blocks in one piece a layer, as engines hold them, not gathered yet.")
+@click.option("--keep", is_flag=True, help="Leave the pod up, and say what to try.")
+@click.option("--json", "as_json", is_flag=True, help="For scripts.")
+@click.pass_context
+def demo(ctx: click.Context, /, config_path: Path | None, keep: bool, as_json: bool, **options: Any) -> None:
+    """The main job end to end: a pod, two GPU nodes, a multi-turn workload, every retrieved byte checked.
+
+    Blocks have the size of Llama-3-8B's in bf16: a 16-token page over all layers, on one of 8 tensor-parallel ranks.
+    """
+    replay = {name: options.pop(name) for name in ("trace", "requests", "seed", "agents", "tp_size", "block_tokens")}
+    replay |= {name: options.pop(name) for name in ("batch_blocks", "scatter")}
+    settings = DemoSettings.of(settings_from(config_path, options), **replay)
+    records = settings.records()
+    notes = Console(stderr=True)
+    with _ended_by_sigterm(), contextlib.ExitStack() as stack:
+        notes.print(f"starting {settings.pod.dpus} DPUs with {settings.pod.regions} region workers each ...")
+        pod = Pod.up(settings.pod, lambda text: notes.print(text))
+        if not keep:
+            stack.callback(pod.down)
+        report = _demo_with_progress(pod, settings, records, notes).as_dict()
+    if as_json:
+        _print_json(report)
+    else:
+        print_demo(report, Console())
+    if keep:
+        _print_what_to_try(pod, notes)
+    if report["wrong_blocks"]:
+        click.echo(f"entresol-emu: {report['wrong_blocks']} blocks came back with wrong bytes", err=True)
+        ctx.exit(1)
+
+
+@main.command()
+@pod_options
+@click.option("--quick", is_flag=True, help="Small blocks and two rounds: to see that it works, not for figures.")
+@click.option("--rounds", type=click.IntRange(1), help="Figures are medians of so many.")
+@click.option("--json", "as_json", is_flag=True, help="For scripts.")
+@click.pass_context
+def bench(
+    ctx: click.Context, /, config_path: Path | None, quick: bool, rounds: int | None, as_json: bool, **options: Any
+) -> None:
+    """STORE, RETRIEVE and LOOKUP beside this machine's limits, on a pod of each fabric in turn (or of --fabric)."""
+    fabrics = (options["fabric"],) if options["fabric"] else FABRICS
+    settings = settings_from(config_path, options, dpus=1)
+    measured = BenchSettings.quick() if quick else BenchSettings()
+    if rounds:
+        measured = dataclasses.replace(measured, rounds=rounds)
+    notes = Console(stderr=True)
+    with _ended_by_sigterm(), notes.status("starting") as line:
+        results = compare(settings, measured, fabrics, line.update)
+    if as_json:
+        _print_json(results)
+    else:
+        for fabric, result in results.items():
+            print_bench(result, Console(), fabric)
+    if any(result["wrong"] for result in results.values()):
+        click.echo("entresol-emu: blocks came back with wrong bytes", err=True)
+        ctx.exit(1)
+
+
+@main.command("config-check")
+@click.argument("file", type=click.Path(path_type=Path))
+def config_check(file: Path) -> None:
+    """Say whether FILE is a usable configuration of the emulator, or every mistake in it."""
+    config.load_file(file, PodSettings)
+    click.echo(f"{file}: good")
+
+
+def _demo_with_progress(pod: Pod, settings: DemoSettings, records: Sequence[TraceRecord], notes: Console) -> DemoReport:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TextColumn("{task.fields[hits]}"), console=notes) as progress:
+        task = progress.add_task("replaying requests", total=len(records), hits="")
+        blocks = hits = 0
+
+        def done(outcome: RequestOutcome) -> None:
+            nonlocal blocks, hits
+            blocks, hits = blocks + outcome.blocks, hits + outcome.hit_blocks
+            progress.update(task, advance=1, hits=f"{hits / max(blocks, 1):.0%} of blocks hit")
+
+        return run_demo(pod, settings, records, done)
+
+
+def _print_what_to_try(pod: Pod, notes: Console) -> None:
+    agent = f"{_command('entresol-agent')} --config {pod.state.agent_config}"
+    emu = _command("entresol-emu")
+    where = "" if pod.run_dir == default_run_dir() else f" --run-dir {pod.run_dir}"
+    notes.print("The pod stays up. To try:", highlight=False)
+    for line in (
+        f"{emu} status{where}",
+        f"{agent} stat",
+        f"{agent} list",
+        f"{agent} put --generate 100 --manifest blocks.json",
+        f"{agent} lookup blocks.json",
+        f"{agent} bench --quick",
+        f"{emu} down{where}",
+    ):
+        notes.print(f"  {line}", soft_wrap=True, highlight=False)
+
+
+def _command(name: str) -> str:
+    """How the reader can call a command: by its name, or as this one was called."""
+    return name if shutil.which(name) else str(Path(sys.argv[0]).with_name(name))
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM unwinds like Ctrl-C, so that the pod goes down with the command."""
+
+    def unwind(_number: int, _frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, unwind)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _print(report: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        _print_json(report)
+    else:
+        print_pod(report)
+
+
+def _print_json(value: dict[str, Any]) -> None:
+    json.dump(value, sys.stdout, indent=1)
+    click.echo()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,332 @@
+"""`entresol-agent bench`: STORE, RETRIEVE and LOOKUP of a pod that is up, beside this machine's own limits.
+
+Every round uses fresh keys, checks every byte that came back, and deletes what it stored. Limits (memory copy of the
+same kind of pages, a bare socket, a round trip) are measured in the same rounds, before and after in turn, so that a
+busy machine hurts both alike. Figures are medians of rounds. Knows nothing of what fabric or pod it runs on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+import secrets
+import statistics
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import monotonic, perf_counter, sleep
+from typing import Any, Final
+
+import numpy as np
+
+from common.errors import UserError
+from common.identity import UNKNOWN, NamespaceRecord
+from common.status import BlockState, Status
+from common.units import approximate_size, format_size
+from common.wire import StatId
+from host_agent.bench_limits import Limits
+from host_agent.block_pattern import BlockPattern
+from host_agent.client import Client
+from host_agent.limits import SocketPeer
+from host_agent.memory import RegisteredMemory
+from host_agent.results import Bools
+
+KEY_BYTES: Final = 16
+_SETTLE_TIMEOUT_S: Final = 30.0
+_SETTLE_POLL_S: Final = 0.01
+_LOOKUP_CALLS: Final = 64
+_COLD_BYTES_MAX: Final = 8 << 30
+"""No more is stored to push blocks out of the windows. Blocks of others are never evicted for it."""
+_DAMAGE_STEP_WORDS: Final = 512
+"""One word of each 4 KiB page of a destination is damaged before a RETRIEVE, so that old bytes do not pass."""
+
+
+@dataclass(frozen=True)
+class BenchSettings:
+    """What to measure."""
+
+    block_bytes: tuple[int, ...] = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
+    batches: tuple[int, ...] = (1, 16, 128)
+    lookup_batches: tuple[int, ...] = (1, 16, 128, 512)
+    rounds: int = 5
+    blocks: int = 128
+    """Of one round: a batch of 16 means 8 calls."""
+    verify: bool = True
+    """Whether the client compares checksums within the timed calls. All bytes are compared outside them anyway."""
+
+    @classmethod
+    def quick(cls) -> BenchSettings:
+        """In seconds, for tests and to see that it works; too little for figures."""
+        return cls(block_bytes=(64 << 10, 1 << 20), batches=(1, 16), lookup_batches=(1, 16), rounds=2, blocks=16)
+
+    flash_dir: Path | None = None
+    """A directory on the disk that holds the pod's flash, where this machine has it: for the limit of cold reads."""
+
+    def __post_init__(self) -> None:
+        if not self.block_bytes or min(self.block_bytes) < 4096 or any(size % 4096 for size in self.block_bytes):
+            raise UserError("block sizes are multiples of 4 KiB")
+        if not self.batches or any(not 1 <= batch <= self.blocks for batch in self.batches):
+            raise UserError(f"a batch is 1 to {self.blocks} blocks")
+        if self.rounds < 1:
+            raise UserError("at least one round is needed")
+
+
+@dataclass
+class Cell:
+    """One operation at one block size and batch: seconds of each call, round by round."""
+
+    operation: str
+    block_bytes: int
+    batch: int
+    rounds: list[list[float]] = field(default_factory=list)
+    moved: list[int] = field(default_factory=list)
+    """Blocks that succeeded, round by round."""
+    other_answers: Counter[str] = field(default_factory=Counter)
+    note: str = ""
+
+    def as_dict(self, limits: dict[str, float]) -> dict[str, Any]:
+        """Figures, and ratios to `limits` (GB/s by name)."""
+        per_round = [
+            blocks * self.block_bytes / sum(calls) / 1e9 for blocks, calls in zip(self.moved, self.rounds) if calls
+        ]
+        calls_us = [seconds * 1e6 for calls in self.rounds for seconds in calls]
+        gb_per_s = statistics.median(per_round) if per_round else 0.0
+        p50, p99 = np.percentile(calls_us, [50, 99]) if calls_us else (0.0, 0.0)
+        return {
+            "operation": self.operation,
+            "block_bytes": self.block_bytes,
+            "batch": self.batch,
+            "gb_per_s": gb_per_s,
+            "p50_us": float(p50),
+            "p99_us": float(p99),
+            "calls": len(calls_us),
+            "limits_gb_per_s": limits,
+            "of": {name: gb_per_s / limit for name, limit in limits.items()},
+            "other_answers": dict(self.other_answers),
+            "note": self.note,
+        }
+
+
+class Bench:
+    """One run against a connected client. `told` hears what is being measured, for people."""
+
+    def __init__(self, client: Client, settings: BenchSettings, tenant: str, told: Callable[[str], None]) -> None:
+        slot_bytes = max((region.slot_bytes for region in client.regions), default=0)
+        self._too_large = [size for size in settings.block_bytes if size > slot_bytes]
+        sizes = tuple(size for size in settings.block_bytes if size <= slot_bytes)
+        if not sizes:
+            raise UserError(f"the pod's blocks are at most {format_size(slot_bytes)}; give such a size")
+        self._client = client
+        self._settings = dataclasses.replace(settings, block_bytes=sizes)
+        self._told = told
+        self._namespace = client.namespace(_bench_record(tenant), max(sizes))
+        self._pattern = BlockPattern(max(sizes))
+        self._wrong: list[str] = []
+
+    def run(self) -> dict[str, Any]:
+        """Measure everything. What was stored is deleted, also on the way out of an error."""
+        settings = self._settings
+        cells: list[Cell] = []
+        with Limits(settings.blocks, settings.flash_dir) as limits:
+            for size in settings.block_bytes:
+                with (
+                    self._client.allocate(size * settings.blocks) as source,
+                    self._client.allocate(size * settings.blocks) as destination,
+                ):
+                    for batch in settings.batches:
+                        self._told(f"{format_size(size)}, batch {batch}")
+                        cells += self._staged(limits, source, destination, size, batch)
+                    self._told(f"{format_size(size)}, cold")
+                    cells += self._cold(limits, source, destination, size)
+            self._told("LOOKUP")
+            lookups = self._lookups(limits.peer)
+        return {
+            "machine": _machine(),
+            "settings": {"rounds": settings.rounds, "blocks_per_round": settings.blocks},
+            "verification": _verification_text(settings.verify),
+            "too_large_bytes": self._too_large,
+            "wrong": self._wrong,
+            "limits": limits.rows(),
+            "cells": [cell.as_dict(limits.of(cell.operation, cell.block_bytes, cell.batch)) for cell in cells],
+            "lookup": lookups,
+        }
+
+    def _staged(
+        self, limits: Limits, source: RegisteredMemory, destination: RegisteredMemory, size: int, batch: int
+    ) -> list[Cell]:
+        store = Cell("store_staged", size, batch)
+        retrieve = Cell("retrieve_staged", size, batch)
+        for number in range(self._settings.rounds):
+            keys = _fresh_keys(self._settings.blocks)
+            self._fill(source, keys, size)
+            if number % 2 == 0:
+                limits.read(source, destination, size, batch)
+            try:
+                self._round("store", store, keys, source, batch)
+                self._settle(keys)
+                staged = self._client.lookup(self._namespace, keys).state
+                if (staged == BlockState.FLASH).any():
+                    retrieve.note = "the windows do not hold all blocks of a round: some came from flash"
+                self._damage(destination)
+                ok = self._round("retrieve", retrieve, keys, destination, batch)
+                self._check(destination, keys, ok, size)
+            finally:
+                self._client.delete(self._namespace, keys)
+            if number % 2:
+                limits.read(source, destination, size, batch)
+        return [store, retrieve]
+
+    def _cold(self, limits: Limits, source: RegisteredMemory, destination: RegisteredMemory, size: int) -> list[Cell]:
+        """More blocks than there are frames: those that LOOKUP says are on flash only are cold."""
+        step = self._settings.blocks
+        keys: list[bytes] = []
+        cells = [Cell("retrieve_cold", size, batch) for batch in self._settings.batches]
+        regions = self._client.stat().values()
+        needed = sum(stats.get(StatId.FRAMES, 0) for stats in regions) + 2 * step
+        free = sum(stats.get(StatId.SLOTS, 0) - stats.get(StatId.SLOTS_USED, 0) for stats in regions)
+        if needed > free or needed * size > _COLD_BYTES_MAX:
+            for cell in cells:
+                cell.note = (
+                    f"not measured: to fill the windows takes {needed} blocks, {approximate_size(needed * size)}; "
+                    f"{free} slots are free, and no more than {approximate_size(_COLD_BYTES_MAX)} is stored for it"
+                )
+            return cells
+        try:
+            while len(keys) < needed:
+                fresh = _fresh_keys(step)
+                self._fill(source, fresh, size)
+                keys += fresh
+                self._client.store(self._namespace, fresh, source.blocks(np.arange(step), size))
+                self._settle(fresh)
+            for number in range(self._settings.rounds):
+                for cell in cells:
+                    if number % 2 == 0:
+                        limits.read_flash(size, cell.batch)
+                    state = self._client.lookup(self._namespace, keys).state
+                    cold = np.flatnonzero(state == BlockState.FLASH)[:step]
+                    if len(cold) < step:
+                        cell.note = f"only {len(cold)} of {len(keys)} stored blocks were on flash alone; not measured"
+                        continue
+                    wanted = [keys[index] for index in cold]
+                    self._damage(destination)
+                    ok = self._round("retrieve", cell, wanted, destination, cell.batch)
+                    self._check(destination, wanted, ok, size)
+                    if number % 2:
+                        limits.read_flash(size, cell.batch)
+        finally:
+            for start in range(0, len(keys), step):
+                self._client.delete(self._namespace, keys[start : start + step])
+        return cells
+
+    def _round(self, operation: str, cell: Cell, keys: Sequence[bytes], memory: RegisteredMemory, batch: int) -> Bools:
+        """Time one round, call by call. Which blocks succeeded; those that did not count nothing and are said."""
+        call = getattr(self._client, operation)
+        times: list[float] = []
+        ok = np.zeros(len(keys), np.bool_)
+        for start in range(0, len(keys), batch):
+            part = keys[start : start + batch]
+            places = memory.blocks(np.arange(start, start + len(part)), cell.block_bytes)
+            started = perf_counter()
+            results = call(self._namespace, part, places, verify=self._settings.verify)
+            times.append(perf_counter() - started)
+            ok[start : start + len(part)] = results.status == Status.OK
+            cell.other_answers.update({s.name: n for s, n in results.counts().items() if s is not Status.OK})
+        cell.rounds.append(times)
+        cell.moved.append(int(ok.sum()))
+        return ok
+
+    def _settle(self, keys: Sequence[bytes]) -> None:
+        """Wait until nothing of `keys` is on its way to flash any more, so that no flush runs into what follows."""
+        deadline_s = monotonic() + _SETTLE_TIMEOUT_S
+        while (self._client.lookup(self._namespace, keys).state == BlockState.STAGED).any():
+            if monotonic() > deadline_s:
+                raise UserError(f"blocks were still not on flash after {_SETTLE_TIMEOUT_S:g} s")
+            sleep(_SETTLE_POLL_S)
+
+    def _fill(self, memory: RegisteredMemory, keys: Sequence[bytes], size: int) -> None:
+        for place, key in enumerate(keys):
+            self._pattern.fill(key, memory.view[place * size : (place + 1) * size])
+
+    @staticmethod
+    def _damage(memory: RegisteredMemory) -> None:
+        memory.array(np.uint64)[::_DAMAGE_STEP_WORDS] ^= np.uint64(0x5A5A5A5A5A5A5A5A)
+
+    def _check(self, memory: RegisteredMemory, keys: Sequence[bytes], ok: Bools, size: int) -> None:
+        for place in np.flatnonzero(ok).tolist():
+            key = keys[place]
+            offset = self._pattern.first_mismatch(key, memory.view[place * size : (place + 1) * size])
+            if offset is not None:
+                self._wrong.append(f"block {key.hex()} of {size} bytes differs at byte {offset}")
+
+    def _lookups(self, peer: SocketPeer) -> dict[str, Any]:
+        """Keys a second and latency, next to a bare round trip of 64 bytes."""
+        rows: dict[int, list[float]] = {batch: [] for batch in self._settings.lookup_batches}
+        pings: list[float] = []
+        for _number in range(self._settings.rounds):
+            pings += peer.ping_s()
+            for batch, times in rows.items():
+                keys = _fresh_keys(batch)
+                for _call in range(_LOOKUP_CALLS):
+                    started = perf_counter()
+                    self._client.lookup(self._namespace, keys)
+                    times.append(perf_counter() - started)
+        ping_us = statistics.median(pings) * 1e6
+        return {
+            "ping_p50_us": ping_us,
+            "rows": [
+                {
+                    "batch": batch,
+                    "keys_per_s": batch / statistics.median(times),
+                    "p50_us": statistics.median(times) * 1e6,
+                    "p99_us": float(np.percentile(times, 99)) * 1e6,
+                    "of_ping": statistics.median(times) * 1e6 / ping_us,
+                }
+                for batch, times in rows.items()
+            ],
+        }
+
+
+def _fresh_keys(count: int) -> list[bytes]:
+    return [os.urandom(KEY_BYTES) for _ in range(count)]
+
+
+def _verification_text(inside: bool) -> str:
+    outside = "every byte of every RETRIEVE is compared outside the timed calls"
+    return f"the client's checksums are {'on' if inside else 'OFF'} inside the timed calls; {outside}"
+
+
+def _machine() -> dict[str, Any]:
+    return {
+        "cpus": len(os.sched_getaffinity(0)),
+        "kernel": platform.release(),
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+    }
+
+
+def _bench_record(tenant: str) -> NamespaceRecord:
+    """A namespace of this run alone."""
+    return NamespaceRecord(
+        tenant=tenant,
+        salt=secrets.token_bytes(16),
+        model_id="entresol-bench",
+        weights_revision="",
+        lora_id="",
+        lora_revision="",
+        kv_dtype=UNKNOWN,
+        quantisation="",
+        layout="entresol-pattern",
+        page_tokens=UNKNOWN,
+        block_tokens=UNKNOWN,
+        layers=UNKNOWN,
+        kv_heads=UNKNOWN,
+        head_size=UNKNOWN,
+        tp_rank=0,
+        tp_size=1,
+        pp_rank=0,
+        pp_size=1,
+        cp_rank=0,
+        cp_size=1,
+    )

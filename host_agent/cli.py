@@ -1,0 +1,356 @@
+"""`entresol-agent`: keep files as blocks in the pod, look blocks up, watch regions, measure. Parses and prints.
+
+Exit codes: 0 done; 1 some blocks were missing or refused; 2 the caller can fix it; 3 no DPU can be reached or is
+ready; 4 a lower layer failed; 70 our bug.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from common import config, units
+from common.errors import UserError
+from common.status import BlockState, Status
+from common.wire import StatId
+from host_agent import config as agent_config
+from host_agent import file_blocks
+from host_agent.cli_options import (
+    DURATION,
+    SIZE,
+    SOME_FAILED,
+    Commands,
+    Where,
+    configured_namespace,
+    connected,
+    finish,
+    json_option,
+    keys_option,
+    manifest_argument,
+    progress_bar,
+    read_manifest,
+    selection,
+)
+from host_agent.session import client_version
+
+_STATS_SHOWN = (
+    StatId.SLOTS,
+    StatId.SLOTS_USED,
+    StatId.FRAMES_FREE,
+    StatId.STORES,
+    StatId.RETRIEVES,
+    StatId.RETRIEVE_MISSES,
+)
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    "--config",
+    "config_file",
+    type=click.Path(path_type=Path),
+    envvar="ENTRESOL_AGENT_CONFIG",
+    help="Configuration (YAML), such as configs/agent.yaml.",
+)
+@click.option("--dpu", "dpus", multiple=True, envvar="ENTRESOL_DPU", help="A DPU's gRPC address; repeat it for more.")
+@click.option("--tenant", envvar="ENTRESOL_TENANT", help="As whom; default: the configuration's, or 'default'.")
+@click.pass_context
+def main(ctx: click.Context, config_file: Path | None, dpus: tuple[str, ...], tenant: str | None) -> None:
+    """Entresol's host agent: keep KV blocks in the pod's flash, and get them back."""
+    ctx.obj = Where(config_file, dpus, tenant)
+
+
+@main.command()
+@click.argument("file", required=False, type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.option("--generate", "generate_blocks", type=click.IntRange(1), help="Instead of a file: so many random blocks.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of generated blocks.")
+@click.option("--block", "block_bytes", type=SIZE, help="Block size; default: the namespace's.")
+@click.option("--until", type=click.Choice(["staged", "flash"]), default="staged", show_default=True)
+@click.option("--ttl", "ttl_s", type=DURATION, default="0", help="Let blocks expire; default: the region's.")
+@click.option("-m", "--manifest", "manifest_file", type=click.Path(path_type=Path), help="Write the manifest here.")
+@json_option
+@click.pass_obj
+def put(
+    where: Where,
+    file: Path | None,
+    generate_blocks: int | None,
+    seed: int,
+    block_bytes: int | None,
+    until: str,
+    ttl_s: float,
+    manifest_file: Path | None,
+    as_json: bool,
+) -> None:
+    """Cut FILE into blocks, store them, and print the manifest that `get` restores it from."""
+    if (file is None) is (generate_blocks is None):
+        raise UserError("give either a FILE or --generate N")
+    with connected(where) as client:
+        settings = client.settings.namespace
+        block_bytes = block_bytes or settings.block_bytes
+        namespace = client.namespace(settings.record(client.settings.tenant), block_bytes)
+        length_bytes = file.stat().st_size if file is not None else (generate_blocks or 0) * block_bytes
+        with progress_bar(length_bytes, "storing", as_json) as progress:
+            options: dict[str, Any] = {"until_flash": until == "flash", "ttl_s": int(ttl_s), "progress": progress}
+            if file is None:
+                source = file_blocks.Generated(length_bytes, seed)
+                manifest, counts = file_blocks.put(client, namespace, source, "generated", block_bytes, **options)
+            else:
+                with file.open("rb") as opened:
+                    manifest, counts = file_blocks.put(client, namespace, opened, file.name, block_bytes, **options)
+    values: dict[str, Any] = {"length_bytes": manifest.length_bytes}
+    if manifest_file is not None:
+        manifest_file.write_text(manifest.to_json() + "\n", encoding="utf-8")
+        values["manifest"] = str(manifest_file)
+    elif as_json:
+        values["manifest"] = json.loads(manifest.to_json())
+    else:
+        click.echo(manifest.to_json())
+    finish(values, counts, as_json, "stored")
+
+
+@main.command()
+@click.argument("manifest_file", type=click.Path(path_type=Path, allow_dash=True))
+@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Where the file is to appear.")
+@json_option
+@click.pass_obj
+def get(where: Where, manifest_file: Path, output: Path, as_json: bool) -> None:
+    """Restore the file of a MANIFEST and verify it. It appears whole, or not at all."""
+    manifest = read_manifest(manifest_file)
+    if not output.absolute().parent.is_dir():
+        raise UserError(f"{output.absolute().parent}: there is no such directory")
+    with connected(where) as client:
+        namespace = client.namespace(manifest.record, manifest.block_bytes)
+        with progress_bar(manifest.length_bytes, "loading", as_json) as progress:
+            counts = file_blocks.get(client, namespace, manifest, output.absolute(), progress)
+    complete = set(counts) == {Status.OK}
+    if not complete and not as_json:
+        click.echo(f"entresol-agent: not all blocks came back, so {output} was not written", err=True)
+    finish({"output": str(output) if complete else None}, counts, as_json, "loaded")
+
+
+@main.command()
+@manifest_argument
+@keys_option
+@json_option
+@click.pass_obj
+def lookup(where: Where, manifest_file: Path | None, key_texts: tuple[str, ...], as_json: bool) -> None:
+    """Say which blocks of a MANIFEST, or of --key, are present, and how long the present prefix is."""
+    with connected(where) as client:
+        namespace, keys = selection(client, manifest_file, key_texts)
+        found = client.lookup(namespace, keys)
+    rows = [
+        {"key": key.hex(), "status": Status(int(status)).name.lower(), "state": BlockState(int(state)).name.lower()}
+        for key, status, state in zip(keys, found.status, found.state)
+    ]
+    if as_json:
+        click.echo(json.dumps({"prefix_blocks": found.prefix_blocks, "blocks": rows}))
+    else:
+        for row in rows:
+            click.echo(f"{row['key']}  {row['status']:<12}  {row['state']}")
+        click.echo(
+            f"{int(found.present.sum())} of {len(keys)} present, the first {found.prefix_blocks} unbroken", err=True
+        )
+    if not found.present.all():
+        sys.exit(SOME_FAILED)
+
+
+def _key_command(name: str, verb: str, text: str) -> None:
+    """`delete`, `unpin`, `touch`: alike but for the client's method."""
+
+    @main.command(name, help=text)
+    @manifest_argument
+    @keys_option
+    @json_option
+    @click.pass_obj
+    def command(where: Where, manifest_file: Path | None, key_texts: tuple[str, ...], as_json: bool) -> None:
+        with connected(where) as client:
+            namespace, keys = selection(client, manifest_file, key_texts)
+            counts = getattr(client, name)(namespace, keys).counts()
+        finish({}, counts, as_json, verb)
+
+
+_key_command("delete", "deleted", "Delete the blocks of a MANIFEST, or of --key.")
+_key_command("unpin", "unpinned", "Take the pins off the blocks of a MANIFEST, or of --key.")
+_key_command("touch", "touched", "Count a use of the blocks of a MANIFEST, or of --key, so that they stay longer.")
+
+
+@main.command()
+@manifest_argument
+@keys_option
+@click.option("--ttl", "ttl_s", type=DURATION, default="0", help="For how long; default: until unpinned.")
+@json_option
+@click.pass_obj
+def pin(where: Where, manifest_file: Path | None, key_texts: tuple[str, ...], ttl_s: float, as_json: bool) -> None:
+    """Keep the blocks of a MANIFEST, or of --key, from being evicted."""
+    with connected(where) as client:
+        namespace, keys = selection(client, manifest_file, key_texts)
+        counts = client.pin(namespace, keys, ttl_s=int(ttl_s)).counts()
+    finish({}, counts, as_json, "pinned")
+
+
+@main.command()
+@manifest_argument
+@keys_option
+@click.option("--within", "within_s", type=DURATION, default="2s", show_default=True, help="When they are needed.")
+@json_option
+@click.pass_obj
+def prefetch(
+    where: Where, manifest_file: Path | None, key_texts: tuple[str, ...], within_s: float, as_json: bool
+) -> None:
+    """Stage the blocks of a MANIFEST, or of --key, from flash into DPU memory."""
+    with connected(where) as client:
+        namespace, keys = selection(client, manifest_file, key_texts)
+        counts = client.prefetch(namespace, keys, timeout_s=within_s).result().counts()
+    finish({}, counts, as_json, "staged")
+
+
+@main.command("list")
+@manifest_argument
+@json_option
+@click.pass_obj
+def list_blocks(where: Where, manifest_file: Path | None, as_json: bool) -> None:
+    """List the blocks of the configured namespace, or of a MANIFEST's."""
+    with connected(where) as client:
+        if manifest_file is None:
+            namespace = configured_namespace(client)
+        else:
+            manifest = read_manifest(manifest_file)
+            namespace = client.namespace(manifest.record, manifest.block_bytes)
+        count = 0
+        for block in client.list(namespace):
+            count += 1
+            values = {
+                "key": block.key.hex(),
+                "length_bytes": block.length,
+                "state": block.state.name.lower(),
+                "pinned": block.pinned,
+                "age_s": block.age_s,
+                "ttl_s": block.ttl_s,
+                "region": block.region,
+            }
+            if as_json:
+                click.echo(json.dumps(values))
+            else:
+                pinned = "pinned" if block.pinned else ""
+                size = units.approximate_size(block.length)
+                click.echo(
+                    f"{values['key']}  {size:>9}  {values['state']:<16}  {block.age_s:>6} s  {block.region}  {pinned}"
+                )
+    if not as_json:
+        click.echo(f"{count} blocks", err=True)
+
+
+@main.command()
+@json_option
+@click.pass_obj
+def stat(where: Where, as_json: bool) -> None:
+    """Show the regions that blocks are spread over, with their counters."""
+    with connected(where) as client:
+        stats = client.stat()
+        regions: list[dict[str, Any]] = [
+            {
+                "region": region.link.name,
+                "uuid": region.uuid.hex(),
+                "connected": region.link.up,
+                "slot_bytes": region.slot_bytes,
+                "weight": region.weight,
+                "stats": {stat_id.name.lower(): value for stat_id, value in stats.get(region.link.name, {}).items()},
+            }
+            for region in client.regions
+        ]
+        unreachable = {
+            session.address: str(session.error) for session in client.core.sessions if session.error is not None
+        }
+    if as_json:
+        click.echo(json.dumps({"regions": regions, "unreachable": unreachable}))
+        return
+    headings = ["region", "state", *(stat_id.name.lower() for stat_id in _STATS_SHOWN)]
+    rows = [
+        [
+            str(region["region"]),
+            "connected" if region["connected"] else "down",
+            *(str(region["stats"].get(heading, "-")) for heading in headings[2:]),
+        ]
+        for region in regions
+    ]
+    widths = [max(len(row[column]) for row in [headings, *rows]) for column in range(len(headings))]
+    for row in [headings, *rows]:
+        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+    for address, reason in unreachable.items():
+        click.echo(f"{address}: {reason}", err=True)
+
+
+@main.command("config-check")
+@click.argument("config_file", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print every setting, defaults included.")
+def config_check(config_file: Path, as_json: bool) -> None:
+    """Check a configuration file, and say what is wrong in it by line and key."""
+    settings = agent_config.load(config_file)
+    if as_json:
+        click.echo(json.dumps(config.to_plain(settings), indent=2))
+        return
+    click.echo(f"{config_file}: sound, {len(settings.dpus)} DPUs, tenant {settings.tenant}")
+    unknown = settings.namespace.record(settings.tenant).unknown_fields()
+    if unknown:
+        click.echo(f"not known about the namespace, and so matching only the same: {', '.join(unknown)}")
+
+
+@main.command()
+@click.option("--quick", is_flag=True, help="In seconds, to see that it works; too little for figures.")
+@click.option("--block", "block_bytes", type=SIZE, multiple=True, help="Block size; repeat it for more.")
+@click.option("--batch", "batches", type=click.IntRange(1), multiple=True, help="Blocks in a call; repeat it for more.")
+@click.option("--rounds", type=click.IntRange(1), help="Of which the median counts.")
+@click.option("--blocks", type=click.IntRange(1), help="Blocks of one round.")
+@click.option("--no-verify", is_flag=True, help="Leave the checksums out of the timed calls.")
+@click.option(
+    "--flash-dir",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Where this machine holds the pod's flash, if it does: cold reads are held against that disk's own.",
+)
+@json_option
+@click.pass_obj
+def bench(
+    where: Where,
+    quick: bool,
+    block_bytes: tuple[int, ...],
+    batches: tuple[int, ...],
+    rounds: int | None,
+    blocks: int | None,
+    no_verify: bool,
+    flash_dir: Path | None,
+    as_json: bool,
+) -> None:
+    """Measure STORE, RETRIEVE and LOOKUP of a pod that is up, beside this machine's own limits."""
+    from rich.console import Console
+
+    from host_agent.bench import Bench, BenchSettings
+    from host_agent.bench_report import print_bench
+
+    given = {"block_bytes": block_bytes, "batches": batches, "rounds": rounds, "blocks": blocks}
+    changes: dict[str, Any] = {name: value for name, value in given.items() if value}
+    settings = BenchSettings.quick() if quick else BenchSettings()
+    settings = dataclasses.replace(settings, verify=not no_verify, flash_dir=flash_dir, **changes)
+    with connected(where) as client:
+        result = Bench(client, settings, client.settings.tenant, lambda text: click.echo(text, err=True)).run()
+    if as_json:
+        click.echo(json.dumps(result))
+    else:
+        print_bench(result, Console())
+    if result["wrong"]:
+        for text in result["wrong"]:
+            click.echo(f"WRONG BYTES: {text}", err=True)
+        sys.exit(SOME_FAILED)
+
+
+@main.command("version")
+def show_version() -> None:
+    """Print the version."""
+    click.echo(client_version())
+
+
+if __name__ == "__main__":
+    main()

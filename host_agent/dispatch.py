@@ -1,0 +1,151 @@
+"""Sends what a call is made of to the regions that it concerns, and withdraws it.
+
+Decides nothing but where: placement says which region, the link's grants what a request there may name. Used by
+`host_agent.calls` and `host_agent.lease`.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from common import wire
+from common.wire import Flags, Op
+from host_agent import batch
+from host_agent.core import AgentCore
+from host_agent.link import RegionLink
+from host_agent.memory import Spans
+from host_agent.namespace import Namespace
+from host_agent.operation import Indices, Operation, Request
+from host_agent.registration import Grants
+from host_agent.topology import SlotClass
+
+log = logging.getLogger(__name__)
+ALL: Final = slice(None)
+
+
+class Share(NamedTuple):
+    """The blocks of one region, by their places in the batch (None: all of it), and what its connection let them name;
+    None where it was down."""
+
+    link: RegionLink
+    blocks: Indices | None
+    grants: Grants | None
+
+
+def where(namespace: Namespace, slot_class: SlotClass, key: tuple[int, int]) -> tuple[RegionLink, Grants | None, int]:
+    """The link of one key's region, and what a request there may name; no grants: it is answered DISCONNECTED."""
+    link = slot_class.regions[slot_class.pod_map.place_one(*key)].link
+    grants = link.grants
+    handle = grants.handles.get(namespace.digest, 0) if grants is not None else 0
+    return link, grants if handle else None, handle
+
+
+def submit_one(
+    core: AgentCore, operation: Operation, link: RegionLink, entry: wire.Entries, grants: Grants, flags: Flags
+) -> None:
+    request = Request(operation, entry, ALL, None, flags)
+    operation.pending.add(request)
+    try:
+        link.submit((request,), grants)
+    except BaseException:
+        core.progress.abandon(operation)
+        raise
+
+
+def submit(
+    core: AgentCore,
+    operation: Operation,
+    namespace: Namespace,
+    slot_class: SlotClass,
+    pairs: batch.Pairs,
+    entries: wire.Entries,
+    sendable: npt.NDArray[np.intp] | None,
+    spans: Spans | None,
+    flags: Flags,
+) -> list[Share]:
+    """Send every block, or those at `sendable`, to its region."""
+    shares, ordered = _shares(operation, slot_class, pairs, entries, sendable)
+    prepared: list[tuple[RegionLink, list[Request], Grants]] = []
+    position = 0
+    for link, blocks, grants in shares:
+        count = len(ordered) if blocks is None else len(blocks)
+        handle = grants.handles.get(namespace.digest) if grants is not None else None
+        if grants is not None and handle is not None:  # the others stay DISCONNECTED
+            part = ordered[position : position + count]
+            made = batch.requests(
+                operation, part, position, blocks, handle, spans=spans, domain=grants.domain, flags=flags
+            )
+            prepared.append((link, made, grants))
+        position += count
+    try:
+        for link, made, grants in prepared:
+            link.submit(made, grants)
+    except BaseException:
+        core.progress.abandon(operation)
+        raise
+    return shares
+
+
+def submit_page(
+    core: AgentCore, op: Op, link: RegionLink, entries: wire.Entries, flags: Flags, timeout_s: float | None
+) -> Operation:
+    """LIST and STAT of one region: the answer is in `Operation.pages`."""
+    operation = core.operation(op, 1, timeout_s)
+    operation.pages = []
+    request = Request(operation, entries, ALL, flags=flags)
+    operation.pending.add(request)
+    link.submit([request], link.grants)
+    return operation
+
+
+def cancel(core: AgentCore, operation: Operation) -> Operation | None:
+    """Ask the DPUs to give up what is outstanding of `operation`; they answer it, CANCELLED where nothing was
+    moved yet. Returns the operation of asking, None where nothing is outstanding."""
+    asking = core.operation(Op.CANCEL, len(operation.pending), core.settings.timeout_s)
+    prepared: list[tuple[RegionLink, Request]] = []
+    at = 0
+    for link in {request.link for request in list(operation.pending)}:
+        ids = link.withdraw(operation) if link is not None else []
+        if link is None or not ids:
+            continue
+        entries = np.zeros(len(ids), wire.CANCEL_ENTRY)
+        entries["request_id"] = ids
+        prepared.append((link, Request(asking, entries, slice(at, at + len(ids)))))
+        at += len(ids)
+    asking.pending.update(request for _link, request in prepared)
+    for link, request in prepared:
+        link.submit([request], link.grants)
+    return asking if prepared else None
+
+
+def _shares(
+    operation: Operation,
+    slot_class: SlotClass,
+    pairs: batch.Pairs,
+    entries: wire.Entries,
+    sendable: Indices | None,
+) -> tuple[list[Share], wire.Entries]:
+    """Which blocks go to which region, and the entries in the order of the regions."""
+    if sendable is not None:
+        pairs = pairs[sendable]
+    if not len(pairs):
+        return [], entries
+    regions = slot_class.regions
+    placed = slot_class.pod_map.place(pairs[:, 0], pairs[:, 1])
+    if len(regions) == 1 and sendable is None:
+        return [Share(regions[0].link, None, regions[0].link.grants)], entries
+    order = np.argsort(placed, kind="stable")
+    if sendable is not None:
+        order = sendable[order]
+    operation.reorder(order)
+    shares: list[Share] = []
+    first = 0
+    for region, count in zip(regions, np.bincount(placed, minlength=len(regions)).tolist()):
+        if count:
+            shares.append(Share(region.link, order[first : first + count], region.link.grants))
+            first += count
+    return shares, entries[order]

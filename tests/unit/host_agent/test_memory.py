@@ -1,0 +1,155 @@
+"""What can be registered and how places in it are named; what cannot is refused with a sentence."""
+
+from __future__ import annotations
+
+import array
+import mmap
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common.errors import UserError
+from host_agent.buffers import describe, view_of
+from host_agent.memory import MemoryTable, RegisteredMemory, registered_buffer
+
+
+def _address(view: Any) -> int:
+    return int(np.frombuffer(view, np.uint8).ctypes.data)
+
+
+def _register(table: MemoryTable, memory: Any) -> RegisteredMemory:
+    registered = RegisteredMemory(registered_buffer(memory), table.remove, None)
+    table.add(registered)
+    return registered
+
+
+class _Tensor:
+    """As much of a torch tensor as is asked of one."""
+
+    def __init__(self, data: np.ndarray[Any, Any], device: str = "cpu", contiguous: bool = True) -> None:
+        self.data, self.device, self._contiguous = data, device, contiguous
+
+    def data_ptr(self) -> int:
+        return self.data.ctypes.data
+
+    def element_size(self) -> int:
+        return self.data.itemsize
+
+    def numel(self) -> int:
+        return self.data.size
+
+    def is_contiguous(self) -> bool:
+        return self._contiguous
+
+
+class _DlpackOnly:
+    def __init__(self, data: np.ndarray[Any, Any], device: int | None = None) -> None:
+        self._data, self._device = data, device
+
+    def __dlpack__(self) -> Any:
+        return self._data.__dlpack__()
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (1, 0) if self._device is None else (self._device, 0)
+
+
+class _ArrayInterface:
+    def __init__(self, data: np.ndarray[Any, Any]) -> None:
+        self.__array_interface__ = data.__array_interface__
+        self._data = data
+
+
+def test_every_kind_of_memory_is_described() -> None:
+    numbers = np.arange(24, dtype=np.float32).reshape(4, 6)
+    with mmap.mmap(-1, 4096) as mapping:
+        for memory in (bytearray(100), array.array("d", range(10)), memoryview(bytearray(64))[8:24], mapping):
+            buffer = describe(memory)
+            assert (buffer.address, buffer.length_bytes) == (_address(memory), memoryview(memory).nbytes)
+            del buffer
+    for thing in (numbers, _Tensor(numbers), _DlpackOnly(numbers), _ArrayInterface(numbers)):
+        buffer = describe(thing)
+        assert (buffer.address, buffer.length_bytes) == (numbers.ctypes.data, 96)
+        view_of(buffer)[:4] = np.float32(7).tobytes()
+        assert numbers[0, 0] == 7
+        numbers[0, 0] = 0
+    part = describe(_DlpackOnly(numbers[1:3]))
+    assert (part.address, part.length_bytes) == (numbers.ctypes.data + 24, 48)
+
+
+@pytest.mark.parametrize(
+    ("memory", "reason"),
+    [
+        (b"bytes", "read-only"),
+        (memoryview(b"bytes"), "read-only"),
+        (np.arange(10)[::2], "contiguous"),
+        (np.arange(12).reshape(3, 4).T, "contiguous"),
+        (memoryview(bytearray(10))[::2], "contiguous"),
+        (np.array([object()]), "objects"),
+        (_Tensor(np.arange(4), device="cuda"), "cuda"),
+        (_Tensor(np.arange(4), contiguous=False), "contiguous"),
+        (_DlpackOnly(np.arange(4), device=2), "device 2"),
+        (_DlpackOnly(np.arange(10)[::2]), "contiguous"),
+        ("text", "not memory"),
+        (17, "not memory"),
+    ],
+)
+def test_what_cannot_be_used_is_refused(memory: Any, reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        describe(memory)
+
+
+def test_read_only_arrays_are_refused() -> None:
+    frozen = np.arange(4)
+    frozen.flags.writeable = False
+    with pytest.raises(UserError, match="read-only"):
+        describe(frozen)
+    with pytest.raises(UserError, match="zero length"):
+        registered_buffer(bytearray())
+
+
+def test_slices_are_found_in_the_pool_they_belong_to() -> None:
+    table = MemoryTable()
+    pools = [bytearray(1000) for _ in range(5)]
+    registered = [_register(table, pool) for pool in pools]
+    inner = _register(table, memoryview(pools[2])[100:200])
+    for pool, memory in zip(pools, registered):
+        spans = table.resolve([memoryview(pool)[10:20], memoryview(pool)[500:1000]])
+        assert spans.memories == (memory,)
+        assert (spans.addresses - np.uint64(memory.address)).tolist() == [10, 500]
+        assert spans.lengths.tolist() == [10, 500]
+    assert table.resolve([memoryview(pools[2])[150:160]]).memories == (inner,)
+    assert table.resolve([memoryview(pools[2])[150:250]]).memories == (registered[2],)
+    mixed = table.resolve([registered[0], [memoryview(pools[1])[:5], memoryview(pools[3])[5:9]], []])
+    assert mixed.starts is not None
+    assert mixed.starts.tolist() == [0, 1, 3, 3]
+    assert mixed.block_bytes.tolist() == [1000, 9, 0]
+    assert [bytes(piece) for piece in mixed.pieces(1)] == [bytes(5), bytes(4)]
+    with pytest.raises(UserError, match="not registered"):
+        table.resolve([bytearray(10)])
+    registered[0].close()
+    with pytest.raises(UserError, match="not registered"):
+        table.resolve([memoryview(pools[0])[:10]])
+    with pytest.raises(UserError, match="closed"):
+        table.resolve([registered[0]])
+
+
+def test_pieces_must_lie_inside() -> None:
+    memory = _register(MemoryTable(), bytearray(1000))
+    assert memory.blocks([0, 9], 100).addresses.tolist() == [memory.address, memory.address + 900]
+    assert len(memory.spans([1, 2, 3], 7)) == 3
+    for offsets, lengths in (([0, 901], 100), ([-1], 1), ([0], -1), ([1 << 62], 1 << 62), ([0], 1001), ([1001], 0)):
+        with pytest.raises(UserError, match="outside"):
+            memory.spans(offsets, lengths)
+    with pytest.raises(UserError, match="whole numbers"):
+        memory.spans([0.5], 1)
+
+
+def test_closing_twice_is_fine() -> None:
+    table = MemoryTable()
+    with _register(table, bytearray(10)) as memory:
+        assert len(memory) == 10
+        memory.view[0:2] = b"ab"
+        assert bytes(memory.array()[:2]) == b"ab"
+        memory.close()
+    assert table.all() == []
