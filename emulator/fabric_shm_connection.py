@@ -64,7 +64,7 @@ class ShmConnection(QueuePair):
     def __init__(self, pd: ShmDomain, limits: QueueLimits, sock: socket.socket, timeouts: Timeouts) -> None:
         super().__init__(pd, limits, "")
         self._domain = pd
-        self._socket = sock
+        self._socket: socket.socket = sock
         self._timeouts = timeouts
         self._page_fd = ControlPage.create()
         self._page = ControlPage(self._page_fd)
