@@ -16,7 +16,7 @@ from common import wire
 from common.errors import UserError
 from common.status import Status
 from host_agent.memory import LENGTH_BYTES_MAX, U64, Spans
-from host_agent.operation import Operation, Positions, Request
+from host_agent.operation import Indices, Operation, Request
 from host_agent.registration import Domain
 
 Keys: TypeAlias = Sequence[bytes] | bytes | npt.NDArray[Any]
@@ -42,7 +42,7 @@ def key_pairs(keys: Keys) -> Pairs:
             raise UserError(f"a block key is {wire.KEY_BYTES} bytes")
     else:
         joined = b"".join(keys)
-        if len(joined) != len(keys) * wire.KEY_BYTES or set(map(len, keys)) - {wire.KEY_BYTES}:
+        if len(joined) != len(keys) * wire.KEY_BYTES or (keys and max(map(len, keys)) != wire.KEY_BYTES):
             raise UserError(f"a block key is {wire.KEY_BYTES} bytes")
     return np.frombuffer(joined, "<u8").reshape(-1, 2)
 
@@ -100,37 +100,36 @@ def refusals(spans: Spans, offset: npt.ArrayLike, *, destination: bool, whole_by
 def requests(
     operation: Operation,
     entries: Entries,
-    positions: Positions,
+    first_position: int,
+    blocks: Indices | None,
     namespace: int,
     *,
     spans: Spans | None = None,
     domain: Domain | None = None,
     flags: wire.Flags = wire.Flags.NONE,
 ) -> list[Request]:
-    """Capsules of one region's share: the `positions` of `entries` (a slice means all, and the entries are filled in
-    place). `domain` has the keys of the spans' memory.
+    """Capsules of one region's share, whose `entries` are filled in here. `blocks` are their places in the batch (None:
+    all, in order), `domain` has the keys of the spans' memory.
 
     The requests are added to `operation.pending`. Raises UserError for memory that is not registered.
     """
-    chosen: Entries = entries if isinstance(positions, slice) else entries[positions]
-    chosen["namespace"] = namespace
+    entries["namespace"] = namespace
     rkeys = None
     if spans is not None and domain is not None:
         rkeys = _rkeys(spans, domain)
         if spans.starts is None:
-            chosen["rkey"] = rkeys[0] if spans.which is None else rkeys[spans.which[positions]]
+            which = spans.which if spans.which is None or blocks is None else spans.which[blocks]
+            entries["rkey"] = rkeys[0] if which is None else rkeys[which]
     result: list[Request] = []
-    indices = None
     scattered = spans is not None and spans.starts is not None
-    if scattered or len(chosen) > wire.MAX_BATCH:
-        indices = np.arange(len(entries))[positions]
-    for first, last in _capsule_bounds(chosen, scattered):
-        part = chosen[first:last]
+    if scattered and blocks is None:
+        blocks = np.arange(len(entries))
+    for first, last in _capsule_bounds(entries, scattered):
+        part = entries[first:last]
         sges = None
-        if spans is not None and rkeys is not None and indices is not None and scattered:
-            sges = _scatter(part, spans, indices[first:last], rkeys)
-        where = positions if indices is None else indices[first:last]
-        result.append(Request(operation, part, where, sges, flags))
+        if spans is not None and rkeys is not None and blocks is not None and scattered:
+            sges = _scatter(part, spans, blocks[first:last], rkeys)
+        result.append(Request(operation, part, slice(first_position + first, first_position + last), sges, flags))
     operation.pending.update(result)
     return result
 

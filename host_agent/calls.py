@@ -83,7 +83,7 @@ class Calls:
                     checksum=checksum,
                 )
                 dispatch.submit_one(self._core, operation, link, entry, grants, wire_flags)
-            return Call(operation, lambda: BlockResults(operation.answers))
+            return Call(operation, lambda: BlockResults(operation.collect()))
         pairs = _checked(keys, spans)
         entries = batch.block_entries(pairs, spans, spans.block_bytes, 0, ttl_s, flags)
         if verify:
@@ -91,7 +91,7 @@ class Calls:
         operation = self._core.operation(Op.STORE, len(pairs), timeout_s)
         sendable = _refuse(operation, batch.refusals(spans, 0, destination=False))
         self._submit(operation, namespace, pairs, entries, sendable, spans, wire_flags)
-        return Call(operation, lambda: BlockResults(operation.answers))
+        return Call(operation, lambda: BlockResults(operation.collect()))
 
     def start_retrieve(
         self,
@@ -141,18 +141,18 @@ class Calls:
             operation = self._core.operation(Op.PREFETCH, len(pairs), timeout_s)
             sendable = _refuse(operation, batch.refusals(spans, offset, destination=True))
             self._submit(operation, namespace, pairs, entries, sendable, spans, Flags.TO_HOST)
-        return Call(operation, lambda: BlockResults(operation.answers))
+        return Call(operation, lambda: BlockResults(operation.collect()))
 
     def start_lookup(self, namespace: Namespace, keys: Keys, timeout_s: float | None) -> Call[LookupResult]:
         operation = self._start_keys(Op.LOOKUP, namespace, keys, 0, timeout_s)[0]
-        return Call(operation, lambda: LookupResult(operation.answers))
+        return Call(operation, lambda: LookupResult(operation.collect()))
 
     def start_keys(
         self, op: Op, namespace: Namespace, keys: Keys, argument: int, timeout_s: float | None
     ) -> Call[BlockResults]:
         """PIN, UNPIN, TOUCH, DELETE."""
         operation = self._start_keys(op, namespace, keys, argument, timeout_s)[0]
-        return Call(operation, lambda: BlockResults(operation.answers))
+        return Call(operation, lambda: BlockResults(operation.collect()))
 
     def start_lease(
         self, namespace: Namespace, keys: Keys, duration_ms: int, timeout_s: float | None
@@ -183,7 +183,7 @@ class Calls:
             if grants is not None:
                 entry = single.key_entry(key, handle, argument)
                 dispatch.submit_one(self._core, operation, link, entry, grants, Flags.NONE)
-            return operation, [dispatch.Share(link, dispatch.ALL, grants)]
+            return operation, [dispatch.Share(link, None, grants)]
         pairs = batch.key_pairs(keys)
         operation = self._core.operation(op, len(pairs), timeout_s)
         entries = batch.key_entries(pairs, argument)
@@ -209,7 +209,7 @@ def _wire_offset(offset: npt.ArrayLike) -> npt.ArrayLike:
 def _retrieve_call(operation: Operation, spans: Spans, verify: bool) -> Call[BlockResults]:
     if verify:
         return Call(operation, lambda: _verified(operation, spans), heavy=True)
-    return Call(operation, lambda: BlockResults(operation.answers))
+    return Call(operation, lambda: BlockResults(operation.collect()))
 
 
 def _checksum(pieces: list[memoryview]) -> int:
@@ -223,7 +223,7 @@ def _checksum(pieces: list[memoryview]) -> int:
 
 def _verified(operation: Operation, spans: Spans) -> BlockResults:
     """Compare what arrived with the checksums that the DPU states; CORRUPT where they differ."""
-    answers = operation.answers
+    answers = operation.collect()
     for index in np.flatnonzero(answers["status"] == Status.OK):
         left = int(answers["length"][index])
         pieces = []

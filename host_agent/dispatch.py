@@ -19,7 +19,7 @@ from host_agent.core import AgentCore
 from host_agent.link import RegionLink
 from host_agent.memory import Spans
 from host_agent.namespace import Namespace
-from host_agent.operation import Operation, Positions, Request
+from host_agent.operation import Indices, Operation, Request
 from host_agent.registration import Grants
 from host_agent.topology import SlotClass
 
@@ -28,10 +28,11 @@ ALL: Final = slice(None)
 
 
 class Share(NamedTuple):
-    """The blocks of one region, and what its connection let them name; None where it was down."""
+    """The blocks of one region, by their places in the batch (None: all of it), and what its connection let them name;
+    None where it was down."""
 
     link: RegionLink
-    positions: Positions
+    blocks: Indices | None
     grants: Grants | None
 
 
@@ -67,13 +68,19 @@ def submit(
     flags: Flags,
 ) -> list[Share]:
     """Send every block, or those at `sendable`, to its region."""
-    shares = [share._replace(grants=share.link.grants) for share in _shares(slot_class, pairs, sendable)]
+    shares, ordered = _shares(operation, slot_class, pairs, entries, sendable)
     prepared: list[tuple[RegionLink, list[Request], Grants]] = []
-    for link, positions, grants in shares:
+    position = 0
+    for link, blocks, grants in shares:
+        count = len(ordered) if blocks is None else len(blocks)
         handle = grants.handles.get(namespace.digest) if grants is not None else None
         if grants is not None and handle is not None:  # the others stay DISCONNECTED
-            made = batch.requests(operation, entries, positions, handle, spans=spans, domain=grants.domain, flags=flags)
+            part = ordered[position : position + count]
+            made = batch.requests(
+                operation, part, position, blocks, handle, spans=spans, domain=grants.domain, flags=flags
+            )
             prepared.append((link, made, grants))
+        position += count
     try:
         for link, made, grants in prepared:
             link.submit(made, grants)
@@ -115,18 +122,30 @@ def cancel(core: AgentCore, operation: Operation) -> Operation | None:
     return asking if prepared else None
 
 
-def _shares(slot_class: SlotClass, pairs: batch.Pairs, sendable: npt.NDArray[np.intp] | None) -> list[Share]:
-    """Which blocks go to which region."""
+def _shares(
+    operation: Operation,
+    slot_class: SlotClass,
+    pairs: batch.Pairs,
+    entries: wire.Entries,
+    sendable: Indices | None,
+) -> tuple[list[Share], wire.Entries]:
+    """Which blocks go to which region, and the entries in the order of the regions."""
     if sendable is not None:
         pairs = pairs[sendable]
     if not len(pairs):
-        return []
+        return [], entries
+    regions = slot_class.regions
     placed = slot_class.pod_map.place(pairs[:, 0], pairs[:, 1])
-    if len(slot_class.regions) == 1 or len(placed) == 1:
-        return [Share(slot_class.regions[int(placed[0])].link, ALL if sendable is None else sendable, None)]
+    if len(regions) == 1 and sendable is None:
+        return [Share(regions[0].link, None, regions[0].link.grants)], entries
+    order = np.argsort(placed, kind="stable")
+    if sendable is not None:
+        order = sendable[order]
+    operation.reorder(order)
     shares: list[Share] = []
-    for index, region in enumerate(slot_class.regions):
-        chosen = np.flatnonzero(placed == index)
-        if len(chosen):
-            shares.append(Share(region.link, chosen if sendable is None else sendable[chosen], None))
-    return shares
+    first = 0
+    for region, count in zip(regions, np.bincount(placed, minlength=len(regions)).tolist()):
+        if count:
+            shares.append(Share(region.link, order[first : first + count], region.link.grants))
+            first += count
+    return shares, entries[order]

@@ -36,13 +36,13 @@ class Lease:
 
     def __init__(self, core: AgentCore, operation: Operation, shares: list[Share], asked_ns: int) -> None:
         self._core = core
-        self._answers = operation.answers
-        self._links: list[RegionLink | None] = [None] * len(operation.answers)
-        self._grants: list[Grants | None] = [None] * len(operation.answers)
-        for link, positions, grants in shares:
-            for index in np.arange(len(operation.answers))[positions]:
+        self._answers = operation.collect()
+        self._links: list[RegionLink | None] = [None] * len(self._answers)
+        self._grants: list[Grants | None] = [None] * len(self._answers)
+        for link, blocks, grants in shares:
+            for index in range(len(self._answers)) if blocks is None else blocks.tolist():
                 self._links[index], self._grants[index] = link, grants
-        usable_ns = (operation.answers["duration_ms"] * (1e6 * _USABLE_SHARE)).astype(np.int64)
+        usable_ns = (self._answers["duration_ms"] * (1e6 * _USABLE_SHARE)).astype(np.int64)
         self._usable_until_ns = usable_ns + asked_ns
         self._released = False
 
@@ -100,26 +100,29 @@ class Lease:
         self._released = True
         operation = self._core.operation(Op.RELEASE, len(self), None)
         operation.answers["status"] = Status.MISS
-        prepared: list[tuple[RegionLink, Request, Grants]] = []
-        for link in {link for link in self._links if link is not None}:
-            held = [
-                index
-                for index, owner in enumerate(self._links)
-                if owner is link and self._answers["status"][index] == Status.OK and self._grants[index] is link.grants
+        held: dict[RegionLink, list[int]] = {}
+        for index, link in enumerate(self._links):
+            leased = self._answers["status"][index] == Status.OK
+            if link is not None and leased and self._grants[index] is link.grants:
+                held.setdefault(link, []).append(index)
+        order = np.array([index for indices in held.values() for index in indices], np.intp)
+        operation.reorder(order)
+        entries = np.zeros(len(order), wire.RELEASE_ENTRY)
+        entries["lease_id"] = self._answers["lease_id"][order]
+        entries["generation"] = self._answers["generation"][order]
+        prepared: list[tuple[RegionLink, list[Request], Grants | None]] = []
+        start = 0
+        for link, indices in held.items():
+            made = [
+                Request(operation, entries[part], part) for part in _parts(start, start + len(indices), wire.MAX_BATCH)
             ]
-            for first in range(0, len(held), wire.MAX_BATCH):
-                part = np.array(held[first : first + wire.MAX_BATCH], np.intp)
-                entries = np.zeros(len(part), wire.RELEASE_ENTRY)
-                entries["lease_id"] = self._answers["lease_id"][part]
-                entries["generation"] = self._answers["generation"][part]
-                grants = self._grants[held[0]]
-                if grants is not None:
-                    prepared.append((link, Request(operation, entries, part), grants))
-        operation.pending.update(request for _link, request, _grants in prepared)
-        for link, request, grants in prepared:
-            link.submit([request], grants)
+            operation.pending.update(made)
+            prepared.append((link, made, self._grants[indices[0]]))
+            start += len(indices)
+        for link, made, grants in prepared:
+            link.submit(made, grants)
         self._core.progress.wait(operation)
-        return BlockResults(operation.answers)
+        return BlockResults(operation.collect())
 
     def __enter__(self) -> Lease:
         return self
@@ -169,6 +172,10 @@ class Lease:
         answers["checksum"][place] = digest.intdigest()
         if digest.intdigest() != int(self._answers["checksum"][index]):
             answers["status"][place] = Status.CORRUPT
+
+
+def _parts(first: int, last: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, last)) for start in range(first, last, size)]
 
 
 def _reads(

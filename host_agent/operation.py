@@ -18,12 +18,12 @@ from common.wire import Entries, Flags, Op
 if TYPE_CHECKING:
     from host_agent.link import RegionLink
 
-Positions: TypeAlias = slice | npt.NDArray[np.intp]
-"""Where a request's answers go in those of its operation."""
+Indices: TypeAlias = npt.NDArray[np.intp]
 
 
 class Request:
-    """One capsule. `entries` and `sges` are not changed after it was submitted."""
+    """One capsule. `entries` and `sges` are not changed after it was submitted; `positions` says where its answers
+    go in those of the operation."""
 
     __slots__ = ("deadline_ns", "entries", "flags", "link", "op", "operation", "positions", "request_id", "sges")
 
@@ -31,7 +31,7 @@ class Request:
         self,
         operation: Operation,
         entries: Entries,
-        positions: Positions,
+        positions: slice,
         sges: Entries | None = None,
         flags: Flags = Flags.NONE,
     ) -> None:
@@ -51,10 +51,13 @@ class Operation:
     """A batch of one kind. `answers` has an element of the operation's response layout for each block, and stands
     at DISCONNECTED until the block's own answer came. `deadline_ns` is in the monotonic clock's time.
 
+    Requests that go to several regions are made in the `order` of the regions, so that each has one slice of the
+    answers; `collect` puts them into the caller's order, once the operation is done.
+
     `pages` is for LIST and STAT, whose answers are not one a block: (aux, entries) of each capsule that came.
     """
 
-    __slots__ = ("_callbacks", "answers", "deadline_ns", "op", "pages", "pending")
+    __slots__ = ("_arrived", "_callbacks", "_order", "answers", "deadline_ns", "op", "pages", "pending")
 
     def __init__(self, op: Op, answers: Entries, deadline_ns: int) -> None:
         self.op = op
@@ -63,6 +66,20 @@ class Operation:
         self.pages: list[tuple[int, Entries]] | None = None
         self.pending: set[Request] = set()
         self._callbacks: list[Callable[[], None]] = []
+        self._order: Indices | None = None
+        self._arrived = answers
+
+    def reorder(self, order: Indices) -> None:
+        """Answers come for the blocks at `order` alone, and in that order. Before any request is submitted."""
+        self._order = order
+        self._arrived = self.answers[order]
+
+    def collect(self) -> Entries:
+        """The answers, in the caller's order. Only when done; idempotent."""
+        if self._order is not None:
+            self.answers[self._order] = self._arrived
+            self._order = None
+        return self.answers
 
     @property
     def done(self) -> bool:
@@ -74,19 +91,19 @@ class Operation:
         `status` is the capsule's: unless OK it holds for every block that has no answer of its own.
         """
         if self.pages is not None:
-            self.answers["status"][request.positions] = status
+            self._arrived["status"][request.positions] = status
             self.pages.append((aux, entries.copy()))
         elif len(entries) == len(request.entries):
-            self.answers[request.positions] = entries
+            self._arrived[request.positions] = entries
         elif status is not Status.OK and not len(entries):
-            self.answers["status"][request.positions] = status
+            self._arrived["status"][request.positions] = status
         else:
             return False
         return True
 
     def settle_as(self, request: Request, status: Status) -> None:
         """Every block of `request` is answered `status`."""
-        self.answers["status"][request.positions] = status
+        self._arrived["status"][request.positions] = status
         self.settle(request)
 
     def settle(self, request: Request) -> None:
