@@ -155,6 +155,9 @@ def test_mistakes_are_told_before_anything_starts(place: Place, tmp_path: Path) 
     assert f"{bad}:1:" in done.stderr
     assert place.emu("demo", *place.options, "--block-tokens", "24").returncode == 2
     assert place.emu("demo", *place.options, "--tp", "3").returncode == 2
+    done = place.emu("demo", *place.options, "--tp", "1", "--window", "4MiB")
+    assert done.returncode == 2
+    assert "4 frames" in done.stderr
     assert place.left() == []
 
 
