@@ -21,6 +21,18 @@ if TYPE_CHECKING:
 Indices: TypeAlias = npt.NDArray[np.intp]
 
 
+def rows(entries: Entries) -> npt.NDArray[np.uint64]:
+    """The same memory as rows of 64-bit words: numpy moves those several times faster than structures. Every layout
+    of the wire is a multiple of 8 bytes."""
+    return entries.view(np.uint64).reshape(len(entries), entries.itemsize // 8)
+
+
+def take(entries: Entries, order: Indices) -> Entries:
+    """A copy of the entries at `order`."""
+    taken: Entries = rows(entries).take(order, axis=0).view(entries.dtype).reshape(len(order))
+    return taken
+
+
 class Request:
     """One capsule. `entries` and `sges` are not changed after it was submitted; `positions` says where its answers
     go in those of the operation."""
@@ -72,12 +84,12 @@ class Operation:
     def reorder(self, order: Indices) -> None:
         """Answers come for the blocks at `order` alone, and in that order. Before any request is submitted."""
         self._order = order
-        self._arrived = self.answers[order]
+        self._arrived = take(self.answers, order)
 
     def collect(self) -> Entries:
         """The answers, in the caller's order. Only when done; idempotent."""
         if self._order is not None:
-            self.answers[self._order] = self._arrived
+            rows(self.answers)[self._order] = rows(self._arrived)
             self._order = None
         return self.answers
 
