@@ -6,7 +6,7 @@ RUN_STAMP := $(VENV)/.installed-run
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help apt venv lint type test proto proto-check demo clean
+.PHONY: help apt venv lint type test proto proto-check demo bench clean
 
 help: ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -47,6 +47,9 @@ $(PROTO_STAMP):
 
 demo: $(RUN_STAMP) ## the main job end to end in the emulator; options in DEMO, as DEMO='--fabric emu-tcp --keep'
 	$(BIN)/entresol-emu demo $(DEMO)
+
+bench: $(RUN_STAMP) ## STORE, RETRIEVE and LOOKUP beside the machine's limits; options in BENCH, as BENCH=--quick
+	$(BIN)/entresol-emu bench $(BENCH)
 
 venv: $(STAMP) ## make the virtual environment
 

@@ -94,6 +94,12 @@ def collect(connection: Connection, count: int, limit_s: float = WAIT_S) -> list
     return completions
 
 
+def require_one_sided(fabric: Fabric) -> None:
+    """Skip the check where only one side of a connection can initiate READ and WRITE."""
+    if not fabric.caps.one_sided_initiator:
+        raise SkippedError("only the accepting side initiates READ and WRITE here")
+
+
 def statuses(completions: Sequence[Completion]) -> list[WcStatus]:
     return [completion.status for completion in completions]
 
@@ -147,7 +153,8 @@ class Side:
 
 
 class Pair:
-    """Two connected ends, `a` (which connected) and `b` (which accepted), on one fabric in this process."""
+    """Two connected ends on one fabric in this process. `a` initiates: it connected to `b`, or, where a client can
+    initiate nothing, `b` connected to it."""
 
     def __init__(
         self,
@@ -168,7 +175,10 @@ class Pair:
             listener = fabric.listen(harness.new_address())
             try:
                 ready = [[side.recv(i, i * 4096, 4096) for i in range(recvs)] for side in (self.a, self.b)]
-                connect_pair(listener, self.a, self.b, limits, (ready[0], ready[1]))
+                if fabric.caps.one_sided_initiator:
+                    connect_pair(listener, self.a, self.b, limits, (ready[0], ready[1]))
+                else:
+                    connect_pair(listener, self.b, self.a, limits, (ready[1], ready[0]))
             finally:
                 listener.close()
         except BaseException:
@@ -196,12 +206,12 @@ def connect_pair(
     limits: QueueLimits,
     recvs: tuple[Sequence[RecvRequest], Sequence[RecvRequest]] = ((), ()),
 ) -> None:
-    """Connect `a` to `b`, which accepts at `listener`."""
+    """Connect `a` to `b`, which accepts at `listener`. Each gives the other its part as private data."""
     failure: list[Exception] = []
 
     def connect() -> None:
         try:
-            a.connection = a.fabric.connect(listener.address, a.pd, limits, recvs[0], b"from a", WAIT_S)
+            a.connection = a.fabric.connect(listener.address, a.pd, limits, recvs[0], b"from the client", WAIT_S)
         except ShimError as error:
             failure.append(error)
 
@@ -209,7 +219,7 @@ def connect_pair(
     thread.start()
     try:
         request = next_request(listener)
-        b.connection = request.accept(b.pd, limits, recvs[1], b"from b")
+        b.connection = request.accept(b.pd, limits, recvs[1], b"from the server")
     finally:
         thread.join()
     if failure:

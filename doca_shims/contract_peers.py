@@ -25,6 +25,7 @@ from doca_shims.contract_harness import (
     collect,
     expect,
     next_request,
+    require_one_sided,
 )
 
 _WRITE_BYTES = 1 << 20
@@ -90,6 +91,7 @@ def _wait_for_bytes(view: memoryview) -> None:
 def _stop_then_close(harness: FabricHarness, given: bool, deregister: bool) -> None:
     for attempt in range(_STOPS):
         with closing(harness.open_fabric()) as fabric, closing(Side(fabric, _WRITE_BYTES)) as side:
+            require_one_sided(fabric)
             buffer = bytearray(_WRITE_BYTES)
             view = memoryview(buffer) if given else side.memory.view
             address = ctypes.addressof(ctypes.c_char.from_buffer(view))
@@ -150,6 +152,7 @@ def running_peer_close(harness: FabricHarness) -> None:
     """Deregistering and closing under a peer that writes at full speed: nothing lands afterwards."""
     for attempt in range(_STOPS):
         with closing(harness.open_fabric()) as fabric, closing(Side(fabric, _WRITE_BYTES)) as side:
+            require_one_sided(fabric)
             writer = _accept_writer(side, harness, side.at(0))
             try:
                 _wait_for_bytes(side.memory.view)
@@ -171,6 +174,7 @@ def stopped_writer_spares_others(harness: FabricHarness) -> None:
     """Memory taken back from a stopped peer still takes another peer's WRITEs, to the same buffer, unharmed."""
     for _ in range(3):
         with Pair(harness, memory_bytes=2 * _WRITE_BYTES) as pair:
+            require_one_sided(pair.fabric)
             a, b = pair.a, pair.b
             doomed = Side(pair.fabric)
             region = doomed.pd.register(b.memory.address, _WRITE_BYTES, ALL_ACCESS)
@@ -219,6 +223,8 @@ def _flood(side: Side, remote: tuple[int, int], opcode: Opcode, limit_s: float) 
 
 def killed_peer(harness: FabricHarness) -> None:
     """A target is killed in the midst of READs or WRITEs: they fail in bounded time, and `close` is quick."""
+    with closing(harness.open_fabric()) as fabric:
+        require_one_sided(fabric)
     for kind in ("allocated", "given"):
         for opcode in (Opcode.RDMA_WRITE, Opcode.RDMA_READ):
             peer, fields = _target(harness, kind)
@@ -239,6 +245,7 @@ def killed_peer(harness: FabricHarness) -> None:
 def killed_writer(harness: FabricHarness) -> None:
     """A peer is killed in mid-WRITE into memory here: the connection goes to ERROR, and everything closes."""
     with closing(harness.open_fabric()) as fabric, closing(Side(fabric, _WRITE_BYTES)) as side:
+        require_one_sided(fabric)
         writer = _accept_writer(side, harness, side.at(0))
         try:
             side.connection.post_recv([side.recv(1, 0, 64)])
@@ -252,6 +259,8 @@ def killed_writer(harness: FabricHarness) -> None:
 
 def stopped_target(harness: FabricHarness) -> None:
     """Requests to a stopped peer complete or fail within the transport's time, and `close` does not wait."""
+    with closing(harness.open_fabric()) as fabric:
+        require_one_sided(fabric)
     peer, fields = _target(harness, "allocated")
     with closing(harness.open_fabric()) as fabric, closing(Side(fabric, _WRITE_BYTES)) as side:
         try:
@@ -288,7 +297,7 @@ def nothing_leaks(harness: FabricHarness) -> None:
 
     once()
     before = _held()
-    for _ in range(100):
+    for _ in range(200):
         once()
     expect(_held() == before, f"descriptors, threads, mappings: {_held()}, before {before}")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -149,6 +150,7 @@ def status(ctx: click.Context, run_dir: Path | None, as_json: bool) -> None:
 @click.option("--tp", "tp_size", type=click.IntRange(1), default=8, show_default=True, help="Ranks that share the KV.")
 @click.option("--block-tokens", type=click.IntRange(16), default=16, show_default=True, help="Whole 16-token pages.")
 @click.option("--batch", "batch_blocks", type=click.IntRange(1), default=64, show_default=True, help="Blocks a call.")
+@click.option("--scatter", is_flag=True, help="Blocks in one piece a layer, as engines hold them, not gathered yet.")
 @click.option("--keep", is_flag=True, help="Leave the pod up, and say what to try.")
 @click.option("--json", "as_json", is_flag=True, help="For scripts.")
 @click.pass_context
@@ -158,22 +160,22 @@ def demo(ctx: click.Context, /, config_path: Path | None, keep: bool, as_json: b
     Blocks have the size of Llama-3-8B's in bf16: a 16-token page over all layers, on one of 8 tensor-parallel ranks.
     """
     replay = {name: options.pop(name) for name in ("trace", "requests", "seed", "agents", "tp_size", "block_tokens")}
-    replay["batch_blocks"] = options.pop("batch_blocks")
+    replay |= {name: options.pop(name) for name in ("batch_blocks", "scatter")}
     settings = DemoSettings.of(settings_from(config_path, options), **replay)
     records = settings.records()
     notes = Console(stderr=True)
     with _ended_by_sigterm(), contextlib.ExitStack() as stack:
         notes.print(f"starting {settings.pod.dpus} DPUs with {settings.pod.regions} region workers each ...")
         pod = Pod.up(settings.pod, lambda text: notes.print(text))
-        if keep:
-            stack.callback(_print_what_to_try, pod, notes)
-        else:
+        if not keep:
             stack.callback(pod.down)
         report = _demo_with_progress(pod, settings, records, notes).as_dict()
     if as_json:
         _print_json(report)
     else:
         print_demo(report, Console())
+    if keep:
+        _print_what_to_try(pod, notes)
     if report["wrong_blocks"]:
         click.echo(f"entresol-emu: {report['wrong_blocks']} blocks came back with wrong bytes", err=True)
         ctx.exit(1)
@@ -230,10 +232,25 @@ def _demo_with_progress(pod: Pod, settings: DemoSettings, records: Sequence[Trac
 
 
 def _print_what_to_try(pod: Pod, notes: Console) -> None:
-    agent = f"entresol-agent --config {pod.state.agent_config}"
-    notes.print("The pod stays up. To try:", soft_wrap=True, highlight=False)
-    for line in ("entresol-emu status", f"{agent} stat", f"{agent} list", f"{agent} bench", "entresol-emu down"):
+    agent = f"{_command('entresol-agent')} --config {pod.state.agent_config}"
+    emu = _command("entresol-emu")
+    where = "" if pod.run_dir == default_run_dir() else f" --run-dir {pod.run_dir}"
+    notes.print("The pod stays up. To try:", highlight=False)
+    for line in (
+        f"{emu} status{where}",
+        f"{agent} stat",
+        f"{agent} list",
+        f"{agent} put --generate 100 --manifest blocks.json",
+        f"{agent} lookup blocks.json",
+        f"{agent} bench --quick",
+        f"{emu} down{where}",
+    ):
         notes.print(f"  {line}", soft_wrap=True, highlight=False)
+
+
+def _command(name: str) -> str:
+    """How the reader can call a command: by its name, or as this one was called."""
+    return name if shutil.which(name) else str(Path(sys.argv[0]).with_name(name))
 
 
 @contextlib.contextmanager

@@ -40,6 +40,7 @@ def compare(
     settings: PodSettings, bench: BenchSettings, fabrics: Sequence[str], told: Callable[[str], None]
 ) -> dict[str, Any]:
     """The results of `Bench.run` by fabric. Each pod is down again before the next one comes up."""
+    bench = dataclasses.replace(bench, flash_dir=settings.flash_dir)
     results: dict[str, Any] = {}
     for fabric in fabrics:
 

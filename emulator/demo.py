@@ -53,6 +53,8 @@ class DemoSettings:
     tp_size: int = 8
     block_tokens: int = 16
     batch_blocks: int = 64
+    scatter: bool = False
+    """See `emulator.replay.Replayer`."""
 
     @classmethod
     def of(cls, pod: PodSettings, **values: Any) -> DemoSettings:
@@ -98,6 +100,7 @@ def run_demo(
             "block_tokens": shape.block_tokens,
             "block_bytes": shape.block_bytes,
             "tp_size": shape.tp_size,
+            "pieces": shape.layer_pieces if settings.scatter else 1,
             "dpus": settings.pod.dpus,
             "regions": settings.pod.dpus * settings.pod.regions,
             "agents": settings.agents,
@@ -145,6 +148,7 @@ class _Node:
         command = [sys.executable, "-m", "emulator.replay", "--config", str(pod.state.agent_config)]
         command += ["--name", self.name, "--model", settings.model, "--tp-size", str(settings.tp_size)]
         command += ["--block-tokens", str(settings.block_tokens), "--batch-blocks", str(settings.batch_blocks)]
+        command += ["--scatter"] if settings.scatter else []
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,

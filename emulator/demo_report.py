@@ -126,6 +126,12 @@ def print_demo(report: Mapping[str, Any], console: Console) -> None:
     """`DemoReport.as_dict` for people."""
     console.print(_summary_table(report))
     console.print(_operation_table(report))
+    staged, cold = (report["counters"].get(name, 0) for name in ("RETRIEVE_STAGED", "RETRIEVE_COLD"))
+    console.print(
+        f"Staged or cold is what LOOKUP said just before; the regions served {staged:,} blocks from their windows and "
+        f"{cold:,} from flash.",
+        highlight=False,
+    )
     if report["other_answers"]:
         answers = ", ".join(f"{count} x {name}" for name, count in sorted(report["other_answers"].items()))
         console.print(f"Other answers: {answers}")
@@ -139,9 +145,11 @@ def print_demo(report: Mapping[str, Any], console: Console) -> None:
 
 
 def _summary_table(report: Mapping[str, Any]) -> Table:
+    pieces = f", in {report['pieces']} pieces" if report["pieces"] > 1 else ""
+    size = approximate_size(report["block_bytes"])
     table = Table(
-        title=f"{report['model']}, {report['kv_dtype']}: blocks of {report['block_tokens']} tokens, "
-        f"{approximate_size(report['block_bytes'])} on each of {report['tp_size']} ranks; {report['fabric']}",
+        title=f"{report['model']}, {report['kv_dtype']}; {report['fabric']}\n"
+        f"{report['block_tokens']} tokens a block: {size} on each of {report['tp_size']} ranks{pieces}",
         show_header=False,
     )
     table.add_column()

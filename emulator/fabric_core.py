@@ -285,9 +285,16 @@ class QueuePair:
             raise self._not_ready("ibv_post_recv")
         if self._recv_used + len(requests) > self.limits.max_recv_wr:
             raise ShimError(errno.ENOMEM, "ibv_post_recv", f"the queue has {self.limits.max_recv_wr} slots")
-        check_local = self.pd.check_local
-        for request in requests:
-            if not check_local((request[1],), True):
+        by_lkey = self.pd.by_lkey
+        for _, (address, length, lkey) in requests:
+            region = by_lkey.get(lkey)
+            if (
+                region is None
+                or address < region.address
+                or length < 0
+                or address + length > region.end
+                or not region.can_write
+            ):
                 detail = "the element is not within a LOCAL_WRITE region of this domain"
                 raise ShimError(errno.EINVAL, "ibv_post_recv", detail)
         self._recv_used += len(requests)
@@ -333,7 +340,7 @@ class QueuePair:
         """Take completions off the queue and free their slots."""
         queue = self._cq
         reaped: list[Completion] = []
-        while queue and len(reaped) < max_completions:
+        for _ in range(min(len(queue), max_completions)):
             completion, sends, recvs = queue.popleft()
             self._send_used -= sends
             self._recv_used -= recvs

@@ -179,11 +179,13 @@ class ShmConnection(QueuePair):
 
     def _send(self, sges: tuple[Sge, ...]) -> WcStatus | None:
         """Put one message into the socket. None: it cannot go yet."""
-        if not self.pd.check_local(sges, False):
-            return WcStatus.LOC_PROT_ERR
+        by_lkey = self.pd.by_lkey
         length = 0
-        for sge in sges:
-            length += sge[1]
+        for address, size, lkey in sges:
+            region = by_lkey.get(lkey)
+            if region is None or address < region.address or size < 0 or address + size > region.end:
+                return WcStatus.LOC_PROT_ERR
+            length += size
         if length > MAX_MESSAGE_BYTES:
             return WcStatus.LOC_LEN_ERR
         theirs = self._theirs

@@ -11,6 +11,8 @@ from __future__ import annotations
 import errno
 import os
 import time
+from collections.abc import Callable
+from functools import partial
 
 from doca_shims.api import ShimError
 from emulator import fabric_shm_pages as pages
@@ -73,7 +75,8 @@ class ShmDomain(Domain):
         Raises ShimError EBUSY when a running peer does not leave the kernel's copy for half a minute."""
         if not isinstance(connection, ShmConnection):
             return
-        busy = _wait_until_idle(connection, region)
+        words = connection.page.words
+        busy = _wait_until_idle(connection, lambda: region is None or words[pages.TARGET] == region.rkey)
         if busy is not None:
             self._replace(busy)
 
@@ -90,7 +93,7 @@ class ShmDomain(Domain):
             for domain in domains:
                 for connection in list(domain.connections):
                     if isinstance(connection, ShmConnection):
-                        other = _wait_until_idle(connection, None)
+                        other = _wait_until_idle(connection, partial(_lies_in, memory, connection))
                         if other is not None and memory.covers(*other):
                             ranges.append(other)
             for address, length in ranges:
@@ -108,16 +111,21 @@ class ShmDomain(Domain):
             allow_peers()
 
 
-def _wait_until_idle(connection: ShmConnection, region: Region | None) -> tuple[int, int] | None:
-    """Wait until the peer copies no more. A range: where it may still write to later, by a copy in user mode."""
+def _lies_in(memory: MemfdMemory, connection: ShmConnection) -> bool:
+    """Whether the transfer that the peer announces begins in this memory."""
+    return memory.covers(connection.page.quads[pages.BASE], 1)
+
+
+def _wait_until_idle(connection: ShmConnection, concerned: Callable[[], bool]) -> tuple[int, int] | None:
+    """Wait until the peer is in no transfer that is `concerned`, which has been forbidden already: once it is seen
+    in another, it has left that one. A range: where it may still write to later, by a copy in user mode."""
     process = connection.process
     words, quads = connection.page.words, connection.page.quads
     started_s = time.monotonic()
     while process is not None:
         kind = words[pages.BUSY]
         base = quads[pages.BASE]
-        # A peer that has gone on to another range since it was revoked has seen the revocation.
-        if kind == pages.IDLE or (region is not None and not region.address <= base < region.end):
+        if kind == pages.IDLE or not concerned():
             return None
         waited_s = time.monotonic() - started_s
         if kind == pages.IN_KERNEL:

@@ -19,11 +19,13 @@ from emulator.fabric_shm_pages import (
     CLOSED,
     IDLE,
     IN_KERNEL,
+    KEY_MASK,
     KIND_MASK,
     LENGTH,
     READING,
     SHARED,
     SUSPENDED,
+    TARGET,
     WORDS,
     WRITING,
     ControlPage,
@@ -111,6 +113,7 @@ class Initiator:
         not, or the owner cut the copy short; look the region up again."""
         theirs = self._theirs
         target = self._target
+        theirs[TARGET] = word & KEY_MASK
         target[BASE] = start
         target[LENGTH] = total
         theirs[BUSY] = IN_KERNEL if delta is None else READING if read else WRITING
@@ -170,7 +173,7 @@ class Initiator:
         slot, word, row = found
         delta = None
         if word & KIND_MASK == SHARED:
-            mapped = self._process.map_memory(row)
+            mapped = self._process.map_memory(row, self._table.live_inodes)
             delta = None if mapped is None else mapped - row.memory_address
         readable = bool(row.access & Access.REMOTE_READ)
         writable = bool(row.access & Access.REMOTE_WRITE)

@@ -31,6 +31,8 @@ SENT = 3
 WAITING = 4
 """The peer has a SEND and no receive to send it to; the owner rings its event when it posts one."""
 BUSY = 16
+TARGET = 17
+"""The rkey of the transfer that BUSY, BASE and LENGTH are about. The peer writes BUSY last."""
 POSTED_SIZES = 64
 SENT_SIZES = POSTED_SIZES + 1024
 RING_SLOTS = 1024
@@ -156,6 +158,16 @@ class RegionTable(_SharedPages):
         """Change the word of a slot, and let nothing later pass that. For the owner."""
         self.quads[WORDS + slot] = word
         fence()
+
+    def live_inodes(self) -> set[int]:
+        """The memfds that valid regions lie in. For the peer."""
+        count = min(self.quads[_HIGH_WATER], TABLE_SLOTS)
+        inode = RegionRow._fields.index("inode")
+        return {
+            self.quads[_ROWS + slot * _ROW_QUADS + inode]
+            for slot, word in enumerate(self.quads[WORDS : WORDS + count].tolist())
+            if word & KIND_MASK != REVOKED
+        }
 
     def find(self, rkey: int) -> tuple[int, int, RegionRow] | None:
         """(slot, word, row) of a valid region, or None. For the peer."""

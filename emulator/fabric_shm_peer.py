@@ -9,6 +9,7 @@ import ctypes
 import logging
 import os
 import select
+from collections.abc import Callable
 from pathlib import Path
 
 from emulator.fabric_memory import is_sealed, map_shared, unmap
@@ -34,7 +35,7 @@ def allow_peers() -> None:
 
 
 class Peer:
-    """The process at the other end. Its memfds are mapped once each and stay mapped until `close`."""
+    """The process at the other end. Its memfds are mapped once each."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -61,9 +62,12 @@ class Peer:
                 return True
         return False
 
-    def map_memory(self, row: RegionRow) -> int | None:
-        """Address here of the memfd that holds the region, or None where it cannot be mapped."""
+    def map_memory(self, row: RegionRow, live: Callable[[], set[int]]) -> int | None:
+        """Address here of the memfd that holds the region, or None where it cannot be mapped. `live` gives the
+        inodes that the peer's regions still lie in; mappings of others are removed when a new one is made."""
         if row.inode not in self._mappings:
+            for inode in self._mappings.keys() - live():
+                self._unmap(inode)
             self._mappings[row.inode] = self._open(row)
         mapping = self._mappings[row.inode]
         return None if mapping is None else mapping[0]
@@ -87,8 +91,11 @@ class Peer:
             os.close(fd)
 
     def close(self) -> None:
-        for mapping in self._mappings.values():
-            if mapping is not None:
-                unmap(*mapping)
-        self._mappings.clear()
+        for inode in list(self._mappings):
+            self._unmap(inode)
         os.close(self._pidfd)
+
+    def _unmap(self, inode: int) -> None:
+        mapping = self._mappings.pop(inode)
+        if mapping is not None:
+            unmap(*mapping)

@@ -7,7 +7,6 @@ payload is copied; instead the regions that a copy touches are noted, and whoeve
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import logging
 import os
@@ -18,7 +17,6 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import NamedTuple
 
 from doca_shims.api import (
     Completion,
@@ -32,69 +30,31 @@ from doca_shims.api import (
     WcStatus,
 )
 from emulator.fabric_core import (
-    MAX_MESSAGE_BYTES,
-    MAX_RECV_WR,
     MAX_SEND_WR,
-    MAX_TRANSFER_BYTES,
     Domain,
-    QueuePair,
     Region,
     Timeouts,
 )
 from emulator.fabric_tcp_frame import HEADER_BYTES, FrameError, FrameKind, Header, pack_header, unpack_header
+from emulator.fabric_tcp_requester import EndOfStreamError, Posted, Requester, view_of
 from emulator.fabric_tcp_transmit import Frame, Transmitter
 
 _log = logging.getLogger(__name__)
 
 _U32 = 0xFFFFFFFF
-_ACK_EVERY_BYTES = 1 << 20
-"""An acknowledgement is asked for at the end of a batch, and after so many bytes within it."""
 _GRACE_S = 0.05
 """How long deregistration waits for a transfer to finish by itself before it breaks the connection."""
 _DISCARD_LIMIT_S = 1.0
 _JOIN_LIMIT_S = 10.0
 _RESPONSES_MAX = 2 * MAX_SEND_WR
-_KINDS = {
-    Opcode.RDMA_WRITE: FrameKind.WRITE,
-    Opcode.RDMA_READ: FrameKind.READ,
-    Opcode.SEND: FrameKind.SEND,
-}
 
 
-class _EndOfStreamError(Exception):
-    """The peer closed, or this side did."""
-
-
-class _Posted(NamedTuple):
-    """A send that the peer has to answer. `refusal` is set for one that never left: it failed here."""
-
-    request: SendRequest
-    sequence: int
-    length: int
-    regions: tuple[Region, ...]
-    refusal: WcStatus | None
-
-
-class TcpConnection(QueuePair):
+class TcpConnection(Requester):
     """`doca_shims.api.Connection`. Receives may be posted before `start`, which makes it live."""
 
     def __init__(self, pd: Domain, limits: QueueLimits, timeouts: Timeouts) -> None:
-        super().__init__(pd, limits, "")
-        self._timeouts = timeouts
-        self._lock = threading.Condition(threading.Lock())
-        self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._signalled = False
+        super().__init__(pd, limits, timeouts)
         self._touching: tuple[Region, ...] = ()
-        self._inflight: deque[_Posted] = deque()
-        self._waiting: deque[SendRequest] = deque()  # behind a SEND for which the peer has no receive
-        self._waiting_since_s = 0.0
-        self._progress_s = 0.0
-        self._next_sequence = 0
-        self._posted = 0  # receives, here
-        self._advertised = 0
-        self._received = 0
-        self._peer_posted = 0
-        self._messages_sent = 0
         self._socket: socket.socket | None = None
         self._discarding = False
         pd.connections.add(self)
@@ -143,63 +103,6 @@ class TcpConnection(QueuePair):
                 self._emit(deque(requests))
         self._transmitter.pump()
 
-    def _emit(self, requests: deque[SendRequest]) -> None:
-        """Queue frames in order, until a SEND must wait for a receive of the peer. Under the lock."""
-        self._waiting = requests
-        if not self._inflight:
-            self._progress_s = time.monotonic()
-        unacknowledged = 0
-        while requests:
-            request = requests[0]
-            is_send = request.opcode == Opcode.SEND
-            if is_send and self._peer_posted == self._messages_sent:
-                self._waiting_since_s = time.monotonic()
-                break
-            requests.popleft()
-            length, regions, refusal = self._check(request)
-            sequence = self._next_sequence
-            self._inflight.append(_Posted(request, sequence, length, regions, refusal))
-            if refusal is not None:
-                if len(self._inflight) == 1:
-                    self._refuse_head()
-                break
-            self._next_sequence = (sequence + 1) & _U32
-            if is_send:
-                self._messages_sent = (self._messages_sent + 1) & _U32
-            unacknowledged += length
-            ask = not requests or unacknowledged >= _ACK_EVERY_BYTES or self._must_wait_at(requests[0])
-            if ask:
-                unacknowledged = 0
-            reads = request.opcode == Opcode.RDMA_READ
-            self._advertised = self._posted
-            header = pack_header(
-                _KINDS[request.opcode],
-                ask and not reads,
-                sequence,
-                self._posted,
-                0 if is_send else request.rkey,
-                0 if is_send else request.remote_address,
-                length,
-            )
-            payload = [] if reads else [view_of(sge.address, sge.length) for sge in request.sges if sge.length]
-            self._transmitter.append(Frame(header, payload, () if reads else regions, sequence))
-
-    def _check(self, request: SendRequest) -> tuple[int, tuple[Region, ...], WcStatus | None]:
-        """(length, regions of the elements, why it fails here or None)."""
-        reads = request.opcode == Opcode.RDMA_READ
-        if not self.pd.check_local(request.sges, writable=reads):
-            return 0, (), WcStatus.LOC_PROT_ERR
-        length = sum(sge.length for sge in request.sges)
-        if length > (MAX_MESSAGE_BYTES if request.opcode == Opcode.SEND else MAX_TRANSFER_BYTES):
-            return 0, (), WcStatus.LOC_LEN_ERR
-        return length, tuple(self.pd.by_lkey[sge.lkey] for sge in request.sges), None
-
-    def _must_wait_at(self, request: SendRequest) -> bool:
-        """Whether this request cannot follow at once, so that the one before has to ask for its answer."""
-        if request.opcode == Opcode.SEND and self._peer_posted == self._messages_sent:
-            return True
-        return self._check(request)[2] is not None
-
     def poll(self, max_completions: int = 256) -> list[Completion]:
         with self._lock:
             reaped = self._reap(max_completions)
@@ -207,11 +110,6 @@ class TcpConnection(QueuePair):
                 self._signalled = False
                 os.eventfd_read(self._event)
             return reaped
-
-    def _signal(self) -> None:
-        if not self._signalled and self.state != ConnectionState.CLOSED:
-            self._signalled = True
-            os.eventfd_write(self._event, 1)
 
     # --------------------------------------------------------------------- the owner's side: taking back
 
@@ -221,7 +119,8 @@ class TcpConnection(QueuePair):
         while self._uses(region):
             if time.monotonic() > deadline_s:
                 with self._lock:
-                    self._fail(WcStatus.LOC_PROT_ERR)
+                    ours = bool(self._inflight) and region in self._inflight[0].regions
+                    self._fail(WcStatus.LOC_PROT_ERR if ours else WcStatus.WR_FLUSH_ERR)
                 self._break()
                 with self._lock:
                     self._lock.wait_for(lambda: region not in self._touching, _JOIN_LIMIT_S)
@@ -242,6 +141,14 @@ class TcpConnection(QueuePair):
         """End both directions at once. The threads notice."""
         self._transmitter.stop()
         if self._socket is not None:
+            with suppress(OSError):  # not connected any more
+                self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _end(self, gently: bool) -> None:
+        self._discarding = gently
+        if gently:
+            self._transmitter.end_when_empty()
+        elif self._socket is not None:
             with suppress(OSError):  # not connected any more
                 self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -281,7 +188,7 @@ class TcpConnection(QueuePair):
                 if self._discarding:
                     self._discard()
                     return
-        except (_EndOfStreamError, OSError):
+        except (EndOfStreamError, OSError):
             self._lost()
         except FrameError as error:
             _log.warning("connection to %s ended: %s", self.peer, error)
@@ -296,7 +203,7 @@ class TcpConnection(QueuePair):
         self._break()
 
     def _read(self, view: memoryview, answers: bool = False) -> None:
-        """Fill `view` from the socket. Raises _EndOfStreamError, also when a deadline of ours passes meanwhile;
+        """Fill `view` from the socket. Raises EndOfStreamError, also when a deadline of ours passes meanwhile;
         `answers` says that these bytes are what a request of ours waits for."""
         sock = self._socket
         while len(view) and sock is not None:
@@ -305,7 +212,7 @@ class TcpConnection(QueuePair):
             except BlockingIOError:
                 count = -1
             if count == 0:
-                raise _EndOfStreamError
+                raise EndOfStreamError
             if answers and count > 0:
                 self._progress_s = time.monotonic()
             if count < len(view):
@@ -316,16 +223,16 @@ class TcpConnection(QueuePair):
         now_s = time.monotonic()
         with self._lock:
             if self.state == ConnectionState.CLOSED or self._discarding:
-                raise _EndOfStreamError
+                raise EndOfStreamError
             progress_s = max(self._progress_s, self._transmitter.progress_s)
             if self._inflight and now_s - progress_s > self._timeouts.transport_s:
                 self._fail(WcStatus.RETRY_EXC_ERR)
             elif self._waiting and not self._inflight and now_s - self._waiting_since_s > self._timeouts.rnr_s:
                 request = self._waiting.popleft()
-                self._inflight.append(_Posted(request, self._next_sequence, 0, (), None))
+                self._inflight.append(Posted(request, self._next_sequence, 0, (), None))
                 self._fail(WcStatus.RNR_RETRY_EXC_ERR)
             if self.state != ConnectionState.READY:
-                raise _EndOfStreamError
+                raise EndOfStreamError
 
     def _handle(self, header: Header) -> None:
         kind = header.kind
@@ -344,7 +251,7 @@ class TcpConnection(QueuePair):
             with self._lock:
                 self._acknowledge(header.sequence, including=False)
                 self._fail(WcStatus(header.code))
-            raise _EndOfStreamError
+            raise EndOfStreamError
 
     # ------------------------------------------------------------------------ the peer's requests
 
@@ -375,7 +282,7 @@ class TcpConnection(QueuePair):
     def _apply_send(self, header: Header) -> None:
         with self._lock:
             if self.state != ConnectionState.READY:
-                raise _EndOfStreamError
+                raise EndOfStreamError
             self._received = (self._received + 1) & _U32
             if not self._recvs:
                 self._refuse(header, WcStatus.RNR_RETRY_EXC_ERR)
@@ -390,7 +297,7 @@ class TcpConnection(QueuePair):
             self._touching = (region,)
         try:
             self._read_into([Sge(address, header.length, lkey)])
-        except (_EndOfStreamError, OSError):
+        except (EndOfStreamError, OSError):
             with self._lock:
                 self._complete_recv(request.wr_id, WcStatus.WR_FLUSH_ERR)
             raise
@@ -403,7 +310,7 @@ class TcpConnection(QueuePair):
     def _reachable(self, header: Header, write: bool) -> tuple[Region, ...] | None:
         """The region that the peer's request may touch; () for an empty one; None where it must be refused."""
         if self.state != ConnectionState.READY:
-            raise _EndOfStreamError
+            raise EndOfStreamError
         if header.length == 0:
             return ()
         region = self.pd.by_rkey.get(header.rkey)
@@ -427,10 +334,6 @@ class TcpConnection(QueuePair):
     def _answer(self, header: Header) -> None:
         if header.code:
             self._respond(FrameKind.ACK, 0, header.sequence)
-
-    def _respond(self, kind: FrameKind, code: int, sequence: int) -> None:
-        self._advertised = self._posted
-        self._transmitter.append(Frame(pack_header(kind, code, sequence, self._posted), [], (), -1))
 
     def _refuse(self, header: Header, status: WcStatus) -> None:
         """Answer with an error, which ends this queue pair too; the stream ends once that is on its way."""
@@ -457,7 +360,7 @@ class TcpConnection(QueuePair):
                 raise FrameError("DATA that was not asked for")
             if any(region.lkey not in self.pd.by_lkey for region in posted.regions):
                 self._fail(WcStatus.LOC_PROT_ERR)
-                raise _EndOfStreamError
+                raise EndOfStreamError
             self._touching = posted.regions
         self._read_into(posted.request.sges, answers=True)
         with self._lock:
@@ -465,79 +368,3 @@ class TcpConnection(QueuePair):
                 self._inflight.popleft()
                 self._succeed(posted, header.length)
                 self._after_answer()
-
-    def _acknowledge(self, sequence: int, including: bool) -> None:
-        """Complete what the peer has answered by answering `sequence`. Raises FrameError for an answer to
-        nothing."""
-        inflight = self._inflight
-        if not inflight:
-            raise FrameError("an answer to nothing")
-        first = inflight[0].sequence
-        count = (sequence - first) & _U32
-        if count >= len(inflight) or inflight[count].refusal is not None or not self._transmitter.has_sent(sequence):
-            raise FrameError("an answer to what was not sent")
-        for _ in range(count + including):
-            posted = inflight[0]
-            if posted.request.opcode == Opcode.RDMA_READ:
-                raise FrameError("a READ answered without data")
-            inflight.popleft()
-            self._succeed(posted)
-        self._after_answer()
-
-    def _succeed(self, posted: _Posted, byte_count: int = 0) -> None:
-        request = posted.request
-        self._complete_send(request.wr_id, request.opcode, request.flags, WcStatus.SUCCESS, byte_count)
-
-    def _after_answer(self) -> None:
-        self._progress_s = time.monotonic()
-        if self._inflight and self._inflight[0].refusal is not None:
-            self._refuse_head()
-            raise _EndOfStreamError
-        if self._cq:
-            self._signal()
-
-    def _take_credit(self, posted: int) -> None:
-        ahead = (posted - self._peer_posted) & _U32
-        if ahead > MAX_RECV_WR:
-            raise FrameError(f"{ahead} receives posted at once")
-        self._peer_posted = posted
-        if ahead and self._waiting and self.state == ConnectionState.READY:
-            self._emit(self._waiting)
-
-    def _grant_credit(self) -> None:
-        """Tell the peer of new receives when it knows of none that is left."""
-        if self.state == ConnectionState.READY and self._advertised == self._received != self._posted:
-            self._respond(FrameKind.CREDIT, 0, 0)
-
-    # ------------------------------------------------------------------------------------------ ending
-
-    def _refuse_head(self) -> None:
-        """The oldest send failed on this side."""
-        status = self._inflight[0].refusal
-        self._fail(status or WcStatus.LOC_QP_OP_ERR)
-
-    def _fail(self, status: WcStatus, gently: bool = False) -> None:
-        """To ERROR: the oldest send completes with `status`, all else is flushed. Under the lock."""
-        if self.state != ConnectionState.READY:
-            return
-        self.state = ConnectionState.ERROR
-        for posted in self._inflight:
-            self._refuse_send(posted.request, status)
-            status = WcStatus.WR_FLUSH_ERR
-        self._inflight.clear()
-        for request in self._waiting:
-            self._refuse_send(request, WcStatus.WR_FLUSH_ERR)
-        self._waiting.clear()
-        self._flush_recvs()
-        self._signal()
-        self._discarding = gently
-        if gently:
-            self._transmitter.end_when_empty()
-        elif self._socket is not None:
-            with suppress(OSError):  # not connected any more
-                self._socket.shutdown(socket.SHUT_RDWR)
-
-
-def view_of(address: int, length_bytes: int) -> memoryview:
-    """The bytes at a virtual address of this process."""
-    return memoryview((ctypes.c_char * length_bytes).from_address(address)).cast("B")

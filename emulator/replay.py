@@ -31,15 +31,20 @@ from emulator.workload import BlockShape
 from host_agent.block_pattern import BlockPattern
 from host_agent.client import Client
 from host_agent.config import AgentSettings
+from host_agent.memory import Spans
 
 _IN_WINDOW = (BlockState.STAGED, BlockState.STAGED_AND_FLASH)
 
 
 class Replayer:
-    """Replays requests through one client. `batch_blocks` blocks of registered memory stand for the GPU's cache;
-    longer prefixes go through it batch by batch."""
+    """Replays requests through one client. Registered memory for `batch_blocks` blocks stands for the GPU's cache;
+    longer prefixes go through it batch by batch.
 
-    def __init__(self, client: Client, shape: BlockShape, tenant: str, batch_blocks: int) -> None:
+    A block lies in it in one piece, gathered from the engine's pages already; or, with `scatter`, as engines lay it
+    out: one pool a layer, so that every STORE gathers a block from all layers and every RETRIEVE scatters it.
+    """
+
+    def __init__(self, client: Client, shape: BlockShape, tenant: str, batch_blocks: int, scatter: bool) -> None:
         record = shape.namespace(tenant)
         self._client = client
         self._shape = shape
@@ -47,12 +52,15 @@ class Replayer:
         self._namespace = client.namespace(record, shape.block_bytes)
         self._batch_blocks = batch_blocks
         self._memory = client.allocate(batch_blocks * shape.block_bytes)
+        self._pieces = shape.layer_pieces if scatter else 1
+        self._pools = self._memory.array(np.uint64).reshape(self._pieces, batch_blocks, -1)
         self._pattern = BlockPattern(shape.block_bytes)
 
     def __enter__(self) -> Replayer:
         return self
 
     def __exit__(self, *_exception: object) -> None:
+        del self._pools
         self._memory.close()
 
     def replay(self, record: TraceRecord) -> RequestOutcome:
@@ -99,7 +107,7 @@ class Replayer:
             return
         wanted = [keys[block] for block in blocks]
         block_bytes = self._shape.block_bytes
-        places = self._memory.blocks(np.arange(len(wanted)), block_bytes)
+        places = self._places(len(wanted))
         started = perf_counter()
         results = self._client.retrieve(self._namespace, wanted, places)
         seconds = perf_counter() - started
@@ -107,8 +115,7 @@ class Replayer:
         outcome.calls[operation].append((int(ok.sum()), int(ok.sum()) * block_bytes, seconds))
         self._count("retrieve", results, statuses)
         for place in np.flatnonzero(ok):
-            at = int(place) * block_bytes
-            offset = self._pattern.first_mismatch(wanted[place], self._memory.view[at : at + block_bytes])
+            offset = self._pattern.first_mismatch_pieces(wanted[place], self._pools[:, place])
             if offset is None:
                 there[blocks[place]] = True
             else:
@@ -120,14 +127,26 @@ class Replayer:
         fresh = [keys[block] for block in blocks]
         block_bytes = self._shape.block_bytes
         for place, key in enumerate(fresh):
-            self._pattern.fill(key, self._memory.view[place * block_bytes : (place + 1) * block_bytes])
-        places = self._memory.blocks(np.arange(len(fresh)), block_bytes)
+            self._pattern.fill_pieces(key, self._pools[:, place])
+        places = self._places(len(fresh))
         started = perf_counter()
         results = self._client.store(self._namespace, fresh, places)
         seconds = perf_counter() - started
         stored = int((np.array(results.status) == Status.OK).sum())
         outcome.calls["store"].append((stored, stored * block_bytes, seconds))
         self._count("store", results, statuses)
+
+    def _places(self, blocks: int) -> Spans:
+        """The first `blocks` places of the pools, each a scatter list over them."""
+        piece_bytes = self._shape.block_bytes // self._pieces
+        if self._pieces == 1:
+            return self._memory.blocks(np.arange(blocks), piece_bytes)
+        offsets = np.arange(blocks)[:, None] * piece_bytes + np.arange(self._pieces) * (
+            piece_bytes * self._batch_blocks
+        )
+        flat = self._memory.spans(offsets.ravel(), piece_bytes)
+        starts = np.arange(blocks + 1, dtype=np.intp) * self._pieces
+        return Spans(flat.memories, None, flat.addresses, flat.lengths, starts)
 
     @staticmethod
     def _count(operation: str, results: Any, statuses: Counter[str]) -> None:
@@ -143,13 +162,16 @@ class Replayer:
 @click.option("--tp-size", type=int, required=True)
 @click.option("--block-tokens", type=int, required=True)
 @click.option("--batch-blocks", type=int, required=True)
-def main(config_path: Path, name: str, model: str, tp_size: int, block_tokens: int, batch_blocks: int) -> None:
+@click.option("--scatter", is_flag=True)
+def main(
+    config_path: Path, name: str, model: str, tp_size: int, block_tokens: int, batch_blocks: int, scatter: bool
+) -> None:
     """Replay the requests of standard input until it ends."""
     try:
         settings = dataclasses.replace(load_file(config_path, AgentSettings), name=name)
         log.configure(settings.log)
         shape = BlockShape(model_geometry(model), tp_size=tp_size, block_tokens=block_tokens)
-        with Client(settings) as client, Replayer(client, shape, settings.tenant, batch_blocks) as replayer:
+        with Client(settings) as client, Replayer(client, shape, settings.tenant, batch_blocks, scatter) as replayer:
             _say({"ready": name})
             for line in sys.stdin:
                 record = TraceRecord(**json.loads(line))

@@ -97,7 +97,7 @@ class Media:
             page = self.pages.get(number)
             if page is not None:
                 page[start : start + count] = piece
-            elif any(piece):
+            elif piece.count(0) != count:
                 page = self.pages[number] = bytearray(_PAGE_BYTES)
                 page[start : start + count] = piece
             done += count

@@ -18,6 +18,7 @@ import numpy as np
 from common.errors import UserError
 from common.identity import UNKNOWN, NamespaceRecord, block_key
 from common.models import ModelGeometry
+from common.wire import MAX_SGES_PER_ENTRY
 from emulator.trace import HASH_TOKENS, TraceRecord, hash_id_count
 
 _ENGINE_HASH: Final = struct.Struct("<QI")
@@ -157,6 +158,14 @@ class BlockShape:
     @property
     def block_bytes(self) -> int:
         return self.model.block_bytes(self.block_tokens, tp_size=self.tp_size)
+
+    @property
+    def layer_pieces(self) -> int:
+        """Pieces of one length that a block is scattered over where an engine keeps one pool a layer. Raises UserError
+        where that is more than a scatter list may have."""
+        if self.model.layers > MAX_SGES_PER_ENTRY:
+            raise UserError(f"{self.model.name}'s {self.model.layers} layers exceed a list of {MAX_SGES_PER_ENTRY}")
+        return self.model.layers
 
     def namespace(self, tenant: str) -> NamespaceRecord:
         """Where these blocks' keys are valid: generated contents in the shape of the model's rank 0."""

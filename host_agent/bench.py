@@ -7,6 +7,7 @@ busy machine hurts both alike. Figures are medians of rounds. Knows nothing of w
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import platform
 import secrets
@@ -14,6 +15,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from time import monotonic, perf_counter, sleep
 from typing import Any, Final
 
@@ -22,10 +24,12 @@ import numpy as np
 from common.errors import UserError
 from common.identity import UNKNOWN, NamespaceRecord
 from common.status import BlockState, Status
+from common.units import approximate_size, format_size
 from common.wire import StatId
+from host_agent.bench_limits import Limits
 from host_agent.block_pattern import BlockPattern
 from host_agent.client import Client
-from host_agent.limits import SocketPeer, memmove_s
+from host_agent.limits import SocketPeer
 from host_agent.memory import RegisteredMemory
 from host_agent.results import Bools
 
@@ -33,6 +37,8 @@ KEY_BYTES: Final = 16
 _SETTLE_TIMEOUT_S: Final = 30.0
 _SETTLE_POLL_S: Final = 0.01
 _LOOKUP_CALLS: Final = 64
+_COLD_BYTES_MAX: Final = 8 << 30
+"""No more is stored to push blocks out of the windows. Blocks of others are never evicted for it."""
 _DAMAGE_STEP_WORDS: Final = 512
 """One word of each 4 KiB page of a destination is damaged before a RETRIEVE, so that old bytes do not pass."""
 
@@ -54,6 +60,9 @@ class BenchSettings:
     def quick(cls) -> BenchSettings:
         """In seconds, for tests and to see that it works; too little for figures."""
         return cls(block_bytes=(64 << 10, 1 << 20), batches=(1, 16), lookup_batches=(1, 16), rounds=2, blocks=16)
+
+    flash_dir: Path | None = None
+    """A directory on the disk that holds the pod's flash, where this machine has it: for the limit of cold reads."""
 
     def __post_init__(self) -> None:
         if not self.block_bytes or min(self.block_bytes) < 4096 or any(size % 4096 for size in self.block_bytes):
@@ -93,7 +102,8 @@ class Cell:
             "p50_us": float(p50),
             "p99_us": float(p99),
             "calls": len(calls_us),
-            "of": {name: gb_per_s / limit for name, limit in limits.items() if limit},
+            "limits_gb_per_s": limits,
+            "of": {name: gb_per_s / limit for name, limit in limits.items()},
             "other_answers": dict(self.other_answers),
             "note": self.note,
         }
@@ -103,58 +113,48 @@ class Bench:
     """One run against a connected client. `told` hears what is being measured, for people."""
 
     def __init__(self, client: Client, settings: BenchSettings, tenant: str, told: Callable[[str], None]) -> None:
+        slot_bytes = max((region.slot_bytes for region in client.regions), default=0)
+        self._too_large = [size for size in settings.block_bytes if size > slot_bytes]
+        sizes = tuple(size for size in settings.block_bytes if size <= slot_bytes)
+        if not sizes:
+            raise UserError(f"the pod's blocks are at most {format_size(slot_bytes)}; give such a size")
         self._client = client
-        self._settings = settings
+        self._settings = dataclasses.replace(settings, block_bytes=sizes)
         self._told = told
-        self._namespace = client.namespace(_bench_record(tenant), max(settings.block_bytes))
-        self._pattern = BlockPattern(max(settings.block_bytes))
-        self._limits: dict[tuple[int, int], dict[str, list[float]]] = {}
+        self._namespace = client.namespace(_bench_record(tenant), max(sizes))
+        self._pattern = BlockPattern(max(sizes))
         self._wrong: list[str] = []
 
     def run(self) -> dict[str, Any]:
         """Measure everything. What was stored is deleted, also on the way out of an error."""
         settings = self._settings
         cells: list[Cell] = []
-        with SocketPeer() as peer:
+        with Limits(settings.blocks, settings.flash_dir) as limits:
             for size in settings.block_bytes:
                 with (
                     self._client.allocate(size * settings.blocks) as source,
                     self._client.allocate(size * settings.blocks) as destination,
                 ):
                     for batch in settings.batches:
-                        self._told(f"{size >> 10} KiB, batch {batch}")
-                        cells += self._staged(peer, source, destination, size, batch)
-                    self._told(f"{size >> 10} KiB, cold")
-                    cells += self._cold(source, destination, size)
+                        self._told(f"{format_size(size)}, batch {batch}")
+                        cells += self._staged(limits, source, destination, size, batch)
+                    self._told(f"{format_size(size)}, cold")
+                    cells += self._cold(limits, source, destination, size)
             self._told("LOOKUP")
-            lookups = self._lookups(peer)
+            lookups = self._lookups(limits.peer)
         return {
             "machine": _machine(),
             "settings": {"rounds": settings.rounds, "blocks_per_round": settings.blocks},
             "verification": _verification_text(settings.verify),
+            "too_large_bytes": self._too_large,
             "wrong": self._wrong,
-            "limits": [
-                {
-                    "block_bytes": size,
-                    "batch": batch,
-                    **{name: _gb_per_s(settings, size, times) for name, times in limit.items()},
-                }
-                for (size, batch), limit in self._limits.items()
-            ],
-            "cells": [cell.as_dict(self._limits_of(cell)) for cell in cells],
+            "limits": limits.rows(),
+            "cells": [cell.as_dict(limits.of(cell.operation, cell.block_bytes, cell.batch)) for cell in cells],
             "lookup": lookups,
         }
 
-    def _limits_of(self, cell: Cell) -> dict[str, float]:
-        limit = self._limits[cell.block_bytes, cell.batch]
-        socket_side = "socket_push" if cell.operation == "store_staged" else "socket_pull"
-        return {
-            "memmove": _gb_per_s(self._settings, cell.block_bytes, limit["memmove"]),
-            "socket": _gb_per_s(self._settings, cell.block_bytes, limit[socket_side]),
-        }
-
     def _staged(
-        self, peer: SocketPeer, source: RegisteredMemory, destination: RegisteredMemory, size: int, batch: int
+        self, limits: Limits, source: RegisteredMemory, destination: RegisteredMemory, size: int, batch: int
     ) -> list[Cell]:
         store = Cell("store_staged", size, batch)
         retrieve = Cell("retrieve_staged", size, batch)
@@ -162,7 +162,7 @@ class Bench:
             keys = _fresh_keys(self._settings.blocks)
             self._fill(source, keys, size)
             if number % 2 == 0:
-                self._measure_limits(peer, source, destination, size, batch)
+                limits.read(source, destination, size, batch)
             try:
                 self._round("store", store, keys, source, batch)
                 self._settle(keys)
@@ -175,24 +175,35 @@ class Bench:
             finally:
                 self._client.delete(self._namespace, keys)
             if number % 2:
-                self._measure_limits(peer, source, destination, size, batch)
+                limits.read(source, destination, size, batch)
         return [store, retrieve]
 
-    def _cold(self, source: RegisteredMemory, destination: RegisteredMemory, size: int) -> list[Cell]:
+    def _cold(self, limits: Limits, source: RegisteredMemory, destination: RegisteredMemory, size: int) -> list[Cell]:
         """More blocks than there are frames: those that LOOKUP says are on flash only are cold."""
-        frames = sum(stats.get(StatId.FRAMES, 0) for stats in self._client.stat().values())
         step = self._settings.blocks
         keys: list[bytes] = []
         cells = [Cell("retrieve_cold", size, batch) for batch in self._settings.batches]
+        regions = self._client.stat().values()
+        needed = sum(stats.get(StatId.FRAMES, 0) for stats in regions) + 2 * step
+        free = sum(stats.get(StatId.SLOTS, 0) - stats.get(StatId.SLOTS_USED, 0) for stats in regions)
+        if needed > free or needed * size > _COLD_BYTES_MAX:
+            for cell in cells:
+                cell.note = (
+                    f"not measured: to fill the windows takes {needed} blocks, {approximate_size(needed * size)}; "
+                    f"{free} slots are free, and no more than {approximate_size(_COLD_BYTES_MAX)} is stored for it"
+                )
+            return cells
         try:
-            while len(keys) < frames + 2 * step:
+            while len(keys) < needed:
                 fresh = _fresh_keys(step)
                 self._fill(source, fresh, size)
                 keys += fresh
                 self._client.store(self._namespace, fresh, source.blocks(np.arange(step), size))
                 self._settle(fresh)
-            for _number in range(self._settings.rounds):
+            for number in range(self._settings.rounds):
                 for cell in cells:
+                    if number % 2 == 0:
+                        limits.read_flash(size, cell.batch)
                     state = self._client.lookup(self._namespace, keys).state
                     cold = np.flatnonzero(state == BlockState.FLASH)[:step]
                     if len(cold) < step:
@@ -202,6 +213,8 @@ class Bench:
                     self._damage(destination)
                     ok = self._round("retrieve", cell, wanted, destination, cell.batch)
                     self._check(destination, wanted, ok, size)
+                    if number % 2:
+                        limits.read_flash(size, cell.batch)
         finally:
             for start in range(0, len(keys), step):
                 self._client.delete(self._namespace, keys[start : start + step])
@@ -247,16 +260,6 @@ class Bench:
             if offset is not None:
                 self._wrong.append(f"block {key.hex()} of {size} bytes differs at byte {offset}")
 
-    def _measure_limits(
-        self, peer: SocketPeer, source: RegisteredMemory, destination: RegisteredMemory, size: int, batch: int
-    ) -> None:
-        limits = self._limits.setdefault((size, batch), {"memmove": [], "socket_pull": [], "socket_push": []})
-        calls = self._settings.blocks // batch
-        whole = self._settings.blocks / (batch * calls)
-        limits["memmove"].append(memmove_s(destination.view, source.view, size, batch * calls) * whole)
-        limits["socket_pull"].append(sum(peer.pull_s(destination.view, size, batch) for _ in range(calls)) * whole)
-        limits["socket_push"].append(sum(peer.push_s(source.view, size, batch) for _ in range(calls)) * whole)
-
     def _lookups(self, peer: SocketPeer) -> dict[str, Any]:
         """Keys a second and latency, next to a bare round trip of 64 bytes."""
         rows: dict[int, list[float]] = {batch: [] for batch in self._settings.lookup_batches}
@@ -283,10 +286,6 @@ class Bench:
                 for batch, times in rows.items()
             ],
         }
-
-
-def _gb_per_s(settings: BenchSettings, size: int, times: list[float]) -> float:
-    return settings.blocks * size / statistics.median(times) / 1e9 if times else 0.0
 
 
 def _fresh_keys(count: int) -> list[bytes]:

@@ -5,7 +5,7 @@ Prints what `host_agent.bench` measured; used by `entresol-agent bench` and `ent
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from rich import box
@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from common.units import format_size
+from host_agent.bench_limits import LIMITS_OF
 
-_FIGURES: Final = ("of\nmemmove", "of\nsocket", "GB/s", "p50 us", "p99 us", "memmove\nGB/s", "socket\nGB/s")
 _TITLES: Final = {
     "store_staged": "STORE staged",
     "retrieve_staged": "RETRIEVE staged",
@@ -24,49 +24,54 @@ _TITLES: Final = {
 
 def print_bench(result: Mapping[str, Any], console: Console, title: str = "") -> None:
     """`result` is what `Bench.run` returned."""
-    limits = {(row["block_bytes"], row["batch"]): row for row in result["limits"]}
     for operation, name in _TITLES.items():
-        table = Table(title=f"{name}, {title}".rstrip(", "), box=box.SIMPLE_HEAD, padding=(0, 1))
-        for heading in ("block", "batch", *_FIGURES):
+        cells = [cell for cell in result["cells"] if cell["operation"] == operation]
+        limits = [limit for limit in LIMITS_OF[operation] if any(limit in cell["of"] for cell in cells)]
+        words = [limit.partition("_")[0] for limit in limits]
+        table = Table(title=f"{name}, {title}".rstrip(", "), box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+        ratios, absolutes = [f"of\n{word}" for word in words], [f"{word}\nGB/s" for word in words]
+        for heading in ("block", "batch", *ratios, "GB/s", "p50 us", "p99 us", *absolutes):
             table.add_column(heading, justify="right", no_wrap=True)
-        for cell in result["cells"]:
-            if cell["operation"] == operation:
-                limit = limits[cell["block_bytes"], cell["batch"]]
-                table.add_row(_size(cell), str(cell["batch"]), *_figures(cell, limit))
+        for cell in cells:
+            table.add_row(format_size(cell["block_bytes"]), str(cell["batch"]), *_figures(cell, limits))
         console.print(table)
     _print_lookup(result["lookup"], console, title)
     machine = result["machine"]
     console.print(
-        f"of: share of this machine's limits ({machine['cpus']} CPUs, Linux {machine['kernel']}), in the last two "
+        f"of: share of this machine's limits ({machine['cpus']} CPUs, Linux {machine['kernel']}), in the last "
         f"columns; all are medians of {result['settings']['rounds']} rounds, measured in turn. "
+        "Limits: a memmove for each "
+        "block; a blocking TCP socket, asked and answered call by call; preadv with O_DIRECT in 16 threads (flash). "
         f"Verification: {result['verification']}.",
         highlight=False,
     )
     for cell in result["cells"]:
         for text in (cell["note"], ", ".join(f"{count} x {name}" for name, count in cell["other_answers"].items())):
             if text:
-                console.print(f"{_TITLES[cell['operation']]}, {_size(cell)}, batch {cell['batch']}: {text}")
+                console.print(
+                    f"{_TITLES[cell['operation']]}, {format_size(cell['block_bytes'])}, batch {cell['batch']}: {text}"
+                )
+    if result["too_large_bytes"]:
+        sizes = ", ".join(format_size(size) for size in result["too_large_bytes"])
+        console.print(f"Not measured, since larger than the pod's slots: {sizes}")
     for sentence in result["wrong"][:20]:
         console.print(f"[bold red]WRONG[/]: {sentence}", highlight=False)
 
 
-def _figures(cell: Mapping[str, Any], limit: Mapping[str, Any]) -> list[str]:
+def _figures(cell: Mapping[str, Any], limits: Sequence[str]) -> list[str]:
     if not cell["calls"]:
-        return ["-"] * len(_FIGURES)
-    side = "socket_push" if cell["operation"] == "store_staged" else "socket_pull"
+        return ["-"] * (3 + 2 * len(limits))
     return [
-        f"{cell['of']['memmove']:.2f}",
-        f"{cell['of']['socket']:.2f}",
+        *(f"{cell['of'][limit]:.2f}" if limit in cell["of"] else "-" for limit in limits),
         f"{cell['gb_per_s']:.2f}",
         f"{cell['p50_us']:.0f}",
         f"{cell['p99_us']:.0f}",
-        f"{limit['memmove']:.1f}",
-        f"{limit[side]:.1f}",
+        *(f"{cell['limits_gb_per_s'][limit]:.1f}" if limit in cell["of"] else "-" for limit in limits),
     ]
 
 
 def _print_lookup(lookup: Mapping[str, Any], console: Console, title: str) -> None:
-    table = Table(title=f"LOOKUP, {title}".rstrip(", "), box=box.SIMPLE_HEAD, padding=(0, 1))
+    table = Table(title=f"LOOKUP, {title}".rstrip(", "), box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     for heading in ("batch", "round trips", "M keys/s", "p50 us", "p99 us"):
         table.add_column(heading, justify="right")
     for row in lookup["rows"]:
@@ -79,7 +84,3 @@ def _print_lookup(lookup: Mapping[str, Any], console: Console, title: str) -> No
         )
     console.print(table)
     console.print(f"A bare round trip of 64 bytes over a Unix socket: {lookup['ping_p50_us']:.0f} us.")
-
-
-def _size(cell: Mapping[str, Any]) -> str:
-    return format_size(cell["block_bytes"])

@@ -40,20 +40,40 @@ class BlockPattern:
         words = self._words(block)
         np.bitwise_xor(self._tape[: len(words)], _key_word(key), out=words)
 
+    def fill_pieces(self, key: bytes, pieces: Words) -> None:
+        """`fill` for a block that lies in pieces of one length, in order: the rows of `pieces`, which may be apart."""
+        np.bitwise_xor(self._tape[: pieces.size].reshape(pieces.shape), _key_word(key), out=pieces)
+
     def first_mismatch(self, key: bytes, block: Any) -> int | None:
         """Offset in bytes of the first word of `block` that is not as `fill` wrote it, None when all are.
 
         Raises ValueError like `fill`.
         """
         words = self._words(block)
-        word = _key_word(key)
         for start in range(0, len(words), _CHUNK_WORDS):
             part = words[start : start + _CHUNK_WORDS]
-            decoded = np.bitwise_xor(part, word, out=self._scratch[: len(part)])
             expected = self._tape[start : start + len(part)]
-            if _memcmp(decoded.ctypes.data, expected.ctypes.data, decoded.nbytes):
-                return (start + int(np.argmax(decoded != expected))) * WORD_BYTES
+            if not self._equal(key, part, self._scratch[: len(part)], expected):
+                return start * WORD_BYTES + _first_difference(key, part, expected)
         return None
+
+    def first_mismatch_pieces(self, key: bytes, pieces: Words) -> int | None:
+        """`first_mismatch` for a block that lies in pieces, as `fill_pieces` takes them. The offset is the block's."""
+        piece_words: int = pieces.shape[1]
+        rows = max(1, _CHUNK_WORDS // piece_words)
+        for first in range(0, len(pieces), rows):
+            part = pieces[first : first + rows]
+            start = first * piece_words
+            expected = self._tape[start : start + part.size]
+            if not self._equal(key, part, self._scratch[: part.size].reshape(part.shape), expected):
+                return start * WORD_BYTES + _first_difference(key, part, expected)
+        return None
+
+    @staticmethod
+    def _equal(key: bytes, part: Words, scratch: Words, expected: Words) -> bool:
+        decoded = np.bitwise_xor(part, _key_word(key), out=scratch)
+        differ: int = _memcmp(decoded.ctypes.data, expected.ctypes.data, decoded.nbytes)
+        return differ == 0
 
     def _words(self, block: Any) -> Words:
         view = memoryview(block).cast("B")
@@ -62,6 +82,11 @@ class BlockPattern:
                 f"{view.nbytes} bytes: a patterned block is whole {WORD_BYTES}-byte words, at most {self._tape.nbytes}"
             )
         return np.frombuffer(view, np.uint64)
+
+
+def _first_difference(key: bytes, part: Words, expected: Words) -> int:
+    """In bytes from the start of `part`, which does differ."""
+    return int(np.argmax((part ^ _key_word(key)).ravel() != expected)) * WORD_BYTES
 
 
 def _key_word(key: bytes) -> np.uint64:

@@ -306,6 +306,11 @@ def config_check(config_file: Path, as_json: bool) -> None:
 @click.option("--rounds", type=click.IntRange(1), help="Of which the median counts.")
 @click.option("--blocks", type=click.IntRange(1), help="Blocks of one round.")
 @click.option("--no-verify", is_flag=True, help="Leave the checksums out of the timed calls.")
+@click.option(
+    "--flash-dir",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Where this machine holds the pod's flash, if it does: cold reads are held against that disk's own.",
+)
 @json_option
 @click.pass_obj
 def bench(
@@ -316,6 +321,7 @@ def bench(
     rounds: int | None,
     blocks: int | None,
     no_verify: bool,
+    flash_dir: Path | None,
     as_json: bool,
 ) -> None:
     """Measure STORE, RETRIEVE and LOOKUP of a pod that is up, beside this machine's own limits."""
@@ -327,7 +333,7 @@ def bench(
     given = {"block_bytes": block_bytes, "batches": batches, "rounds": rounds, "blocks": blocks}
     changes: dict[str, Any] = {name: value for name, value in given.items() if value}
     settings = BenchSettings.quick() if quick else BenchSettings()
-    settings = dataclasses.replace(settings, verify=not no_verify, **changes)
+    settings = dataclasses.replace(settings, verify=not no_verify, flash_dir=flash_dir, **changes)
     with connected(where) as client:
         result = Bench(client, settings, client.settings.tenant, lambda text: click.echo(text, err=True)).run()
     if as_json:

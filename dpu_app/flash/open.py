@@ -12,10 +12,9 @@ import os
 import stat
 from collections.abc import Mapping
 
-from doca_shims.registry import create_flash
-
 from common.errors import AlreadyExistsError, LowerLayerError, UserError
 from doca_shims.api import FlashDevice, ShimError
+from doca_shims.registry import create_flash
 
 AUTO = "auto"
 DRIVERS_BY_PREFERENCE = ("io_uring", "thread_pool")

@@ -56,7 +56,8 @@ class SecondRequest:
             self._since_s = now_s
         if now_s - self._since_s >= 2 * self._turn_s:
             self._rotate(now_s)
-        if self._keys >= self._keys_max or now_s - self._since_s >= self._turn_s:
+            self._rotate(now_s)
+        elif self._keys >= self._keys_max or now_s - self._since_s >= self._turn_s:
             self._rotate(now_s)
         places = self._places(fingerprint)
         current = self._views[self._current]

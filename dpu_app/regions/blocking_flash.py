@@ -7,18 +7,24 @@ values, because one bad page must not cost the rest of a region.
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import select
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from common.errors import DeadlineError, LowerLayerError
-from doca_shims.api import FlashCompletion, FlashDevice, FlashOp, FlashRequest, Memory
+from doca_shims.api import FlashDevice, FlashOp, FlashRequest, Memory
 
 TIMEOUT_S = 30.0
 """A device that completes nothing for so long has failed."""
 REQUEST_BYTES_MAX = 4 << 20
 IN_FLIGHT_MAX = 4
+PAGE_BYTES = 4096
+PAGE_ATTEMPTS = 3
+_TAGS = itertools.count(1 << 63)
+"""Tags of this process's blocking requests: never used twice, and far from those of a region's queue."""
 
 
 def wait_readable(device: FlashDevice, timeout_s: float) -> bool:
@@ -56,34 +62,38 @@ class BlockingFlash:
         self._wait = wait
         self._timeout_s = timeout_s
         limit = min(REQUEST_BYTES_MAX, device.caps.max_io_bytes, memory.length_bytes)
-        self.request_bytes = limit - limit % max(device.caps.block_bytes, 4096)
+        self.request_bytes = limit - limit % max(device.caps.block_bytes, PAGE_BYTES)
         if self.request_bytes == 0:
             raise LowerLayerError("open flash", errno.EINVAL, "scratch memory or max_io_bytes is below 4096 bytes")
+        self._in_flight: dict[int, FlashRequest] = {}
         self.in_flight_max = min(IN_FLIGHT_MAX, device.caps.queue_depth_max, memory.length_bytes // self.request_bytes)
 
     def read_blocks(self, offset_bytes: int, length_bytes: int) -> Iterator[Block]:
         """Read a range in large requests, several in flight. Yields each as it completes, in any order; its memory
-        is read into again when the caller asks for the next block."""
+        is read into again when the caller asks for the next block. Where a large request fails it is tried again
+        page by page, so that a problem costs its own page and no more."""
         step = self.request_bytes
         end = offset_bytes + length_bytes
-        cursor = offset_bytes
-        in_flight: dict[int, int] = {}
+        wanted = deque((start, min(step, end - start), 0) for start in range(offset_bytes, end, step))
+        attempts: dict[int, int] = {}
         spare = [number * step for number in range(self.in_flight_max)]
-        while cursor < end or in_flight:
+        while wanted or self._in_flight:
             requests = []
-            while cursor < end and spare:
-                position = spare.pop()
-                length = min(step, end - cursor)
-                requests.append(self._request(FlashOp.READ, cursor, position, length))
-                in_flight[position] = cursor
-                cursor += length
+            while wanted and spare:
+                start, length, attempt = wanted.popleft()
+                attempts[start] = attempt
+                requests.append(self._request(FlashOp.READ, start, spare.pop(), length))
             if requests:
                 self.device.submit(requests)
-            for completion in self._completions():
-                start = in_flight.pop(completion.tag)
-                length = min(step, end - start)
-                yield Block(start, length, completion.tag, problem_of(completion.result, length))
-                spare.append(completion.tag)
+            for (_, _, start, address, length), result in self._completions():
+                problem = problem_of(result, length)
+                position = address - self.memory.address
+                if problem is not None and (length > PAGE_BYTES or attempts[start] < PAGE_ATTEMPTS):
+                    pages = range(start, start + length, PAGE_BYTES)
+                    wanted.extend((page, min(PAGE_BYTES, start + length - page), attempts[start] + 1) for page in pages)
+                else:
+                    yield Block(start, length, position, problem)
+                spare.append(position)
 
     def read(self, offset_bytes: int, length_bytes: int) -> tuple[bytes, str | None]:
         """At most `request_bytes`, and why they are not to be used, or None."""
@@ -100,17 +110,14 @@ class BlockingFlash:
         step = self.request_bytes
         view = self.memory.view[:step]
         view[:] = bytes(step)
-        cursor, end, in_flight = offset_bytes, offset_bytes + length_bytes, 0
-        while cursor < end or in_flight:
-            while cursor < end and in_flight < self.in_flight_max:
+        cursor, end = offset_bytes, offset_bytes + length_bytes
+        while cursor < end or self._in_flight:
+            while cursor < end and len(self._in_flight) < self.in_flight_max:
                 length = min(step, end - cursor)
-                self.device.submit([FlashRequest(cursor, FlashOp.WRITE, cursor, self.memory.address, length)])
+                self.device.submit([self._request(FlashOp.WRITE, cursor, 0, length)])
                 cursor += length
-                in_flight += 1
-            for completion in self._completions():
-                in_flight -= 1
-                length = min(step, end - completion.tag)
-                self._demand("write flash", problem_of(completion.result, length), completion.tag)
+            for request, result in self._completions():
+                self._demand("write flash", problem_of(result, request.length_bytes), request.offset_bytes)
 
     def flush(self) -> None:
         """Raises LowerLayerError."""
@@ -118,20 +125,28 @@ class BlockingFlash:
 
     def _request(self, op: FlashOp, offset_bytes: int, position: int, length_bytes: int) -> FlashRequest:
         address = self.memory.address + position if length_bytes else 0
-        return FlashRequest(position, op, offset_bytes, address, length_bytes)
+        request = FlashRequest(next(_TAGS), op, offset_bytes, address, length_bytes)
+        self._in_flight[request.tag] = request
+        return request
 
     def _one(self, op: FlashOp, offset_bytes: int, length_bytes: int) -> str | None:
         self.device.submit([self._request(op, offset_bytes, 0, length_bytes)])
-        (completion,) = self._completions()
-        return problem_of(completion.result, length_bytes)
+        ((_, result),) = self._completions()
+        return problem_of(result, length_bytes)
 
-    def _completions(self) -> list[FlashCompletion]:
-        completions = self.device.poll()
-        while not completions:
+    def _completions(self) -> list[tuple[FlashRequest, int]]:
+        """Requests of this object that completed, and their results; at least one. Completions of anything else,
+        left over from whoever used the device before, are dropped."""
+        while True:
+            own = [
+                (self._in_flight.pop(completion.tag), completion.result)
+                for completion in self.device.poll()
+                if completion.tag in self._in_flight
+            ]
+            if own:
+                return own
             if not self._wait(self.device, self._timeout_s):
                 raise DeadlineError(f"flash completed nothing for {self._timeout_s:.0f} s")
-            completions = self.device.poll()
-        return completions
 
     @staticmethod
     def _demand(operation: str, problem: str | None, offset_bytes: int) -> None:

@@ -16,6 +16,7 @@ from doca_shims.api import FlashDevice, Memory
 from dpu_app.regions import eviction as policies
 from dpu_app.regions.blocking_flash import BlockingFlash
 from dpu_app.regions.eviction import EvictionPolicy
+from dpu_app.regions.huge_array import give_back_scratch, prepare_scratch
 from dpu_app.regions.index import SlotIndex
 from dpu_app.regions.superblock import (
     SUPERBLOCK_BYTES,
@@ -86,20 +87,15 @@ def format_region(
 
 
 def _refuse_foreign(io: BlockingFlash) -> None:
-    for block in io.read_blocks(0, TABLE_OFFSET):
-        view = block.view(io.memory)
-        if block.problem is None and is_blank(view):
-            continue
-        try:
-            present = choose([_read_copy(io, offset)[0] for offset in SUPERBLOCK_OFFSETS])[0]
-            what = f"the region {present.name!r} (uuid {present.uuid.hex()})" if present else "other data"
-        except SuperblockError as error:
-            what = f"a region that cannot be opened ({error})"
-        raise UserError(f"this flash holds {what}: choose another, or format with force to destroy what is on it")
-
-
-def _read_copy(io: BlockingFlash, offset: int) -> tuple[bytes, str | None]:
-    return io.read(offset, SUPERBLOCK_BYTES)
+    blank = [block.problem is None and is_blank(block.view(io.memory)) for block in io.read_blocks(0, TABLE_OFFSET)]
+    if all(blank):
+        return
+    try:
+        present = choose([io.read(offset, SUPERBLOCK_BYTES)[0] for offset in SUPERBLOCK_OFFSETS])[0]
+        what = f"the region {present.name!r} (uuid {present.uuid.hex()})" if present else "other data"
+    except SuperblockError as error:
+        what = f"a region that cannot be opened ({error})"
+    raise UserError(f"this flash holds {what}: choose another, or format with force to destroy what is on it")
 
 
 def read_superblock(flash: FlashDevice, memory: Memory) -> tuple[Superblock, list[str]]:
@@ -109,15 +105,14 @@ def read_superblock(flash: FlashDevice, memory: Memory) -> tuple[Superblock, lis
     copies: list[bytes] = []
     messages: list[str] = []
     for number, offset in enumerate(SUPERBLOCK_OFFSETS):
-        block, problem = _read_copy(io, offset)
-        if problem is None:
-            copies.append(block)
-        else:
-            messages.append(f"superblock copy {number} at {offset}: {problem}")
+        block, problem = io.read(offset, SUPERBLOCK_BYTES)
+        copies.append(block if problem is None else b"")
+        if problem is not None:
+            messages.append(f"superblock copy {number}: cannot be read: {problem}")
     superblock, damage = choose(copies)
     messages += damage
     if superblock is None:
-        if len(copies) == len(SUPERBLOCK_OFFSETS) and all(is_blank(copy) for copy in copies):
+        if all(copy and is_blank(copy) for copy in copies):
             raise BlankError("this flash is blank: format it first")
         raise SuperblockError("no valid superblock, so there is no region to open: " + "; ".join(messages))
     capacity_bytes = flash.caps.capacity_bytes
@@ -139,10 +134,12 @@ def open_region(
     superblock, messages = read_superblock(flash, memory)
     index = SlotIndex(superblock.geometry.slots)
     policy = policies.create(eviction, superblock.geometry.slots)
+    prepare_scratch()
     reader = TableReader(superblock, index, int(time.time()) if now_s is None else now_s)
     io = BlockingFlash(flash, memory)
     reader.read(io)
     reader.restore_order(policy)
+    give_back_scratch()
     # A copy that cannot be read may have said more than this one does.
     unverified = not superblock.clean or bool(messages)
     newest = max(superblock.generation, reader.newest_generation)

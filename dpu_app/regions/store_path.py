@@ -71,6 +71,7 @@ class StorePath:
         slot_bytes = context.catalogue.geometry.slot_bytes
         batch.memory = [[]] * len(rows)
         started: list[Incoming] = []
+        absent: list[int] = []
         handles = batch.connection.session.handles
         for entry in batch.open_entries():
             row = rows[entry]
@@ -85,7 +86,10 @@ class StorePath:
                 self._exists(batch, entry, slots[entry])
             else:
                 batch.memory[entry] = pieces
-                self._begin(batch, entry, (handles[row[NAMESPACE]], row[KEY_LO], row[KEY_HI]), started)
+                absent.append(entry)
+        for entry in absent:  # last: a slot for one of these may be had by evicting a block that an entry above named
+            row = rows[entry]
+            self._begin(batch, entry, (handles[row[NAMESPACE]], row[KEY_LO], row[KEY_HI]), started)
         self._read(batch, started)
         batch.close_if_done()
 

@@ -77,15 +77,17 @@ class Geometry:
             raise UserError(
                 f"slot_bytes is {slot_bytes}: make it a multiple of {SLOT_ALIGNMENT_BYTES}, at most {SLOT_BYTES_MAX}"
             )
-        room = capacity_bytes - TABLE_OFFSET
-        slots = min(max(room, 0) // slot_bytes, SLOTS_MAX)
-        while slots > 0 and cls._data_offset(slots) + slots * slot_bytes > capacity_bytes:
-            excess = cls._data_offset(slots) + slots * slot_bytes - capacity_bytes
-            slots -= max(1, excess // (slot_bytes + TABLE_PAGE_BYTES // ENTRIES_PER_PAGE))
+        slots, too_many = 0, min(max(capacity_bytes, 0) // slot_bytes, SLOTS_MAX) + 1
+        while too_many - slots > 1:
+            middle = (slots + too_many) // 2
+            if cls._data_offset(middle) + middle * slot_bytes <= capacity_bytes:
+                slots = middle
+            else:
+                too_many = middle
         if slots < SLOTS_MIN:
             needed = cls._data_offset(SLOTS_MIN) + SLOTS_MIN * slot_bytes
             raise UserError(
-                f"{capacity_bytes} bytes of flash hold {max(slots, 0)} slots of {slot_bytes} bytes, and a region needs "
+                f"{capacity_bytes} bytes of flash hold {slots} slots of {slot_bytes} bytes, and a region needs "
                 f"at least {SLOTS_MIN}: give it {needed} bytes or more, or make slot_bytes smaller"
             )
         return cls(slot_bytes, slots, TABLE_OFFSET, cls._data_offset(slots), capacity_bytes)
@@ -212,13 +214,16 @@ _DECODERS: dict[int, Callable[[bytes], Superblock]] = {1: _decode_v1}
 
 
 def choose(copies: Sequence[bytes]) -> tuple[Superblock | None, list[str]]:
-    """The newest valid copy, or None, and one message for each copy that is not valid.
+    """The newest valid copy, or None, and one message for each copy that is not valid. An empty copy is one that
+    could not be read, and whoever tried says why.
 
     Raises NewerVersionError if any copy is of a newer version: what an older copy says may no longer hold.
     """
     best: Superblock | None = None
     messages: list[str] = []
     for number, copy in enumerate(copies):
+        if not copy:
+            continue
         try:
             superblock = Superblock.decode(copy)
         except NewerVersionError:

@@ -1,7 +1,7 @@
 """Rebuilds the index and the eviction order of a region from its slot table, while the table is being read.
 
-Owns the pipeline: one thread reads, decodes and fills the index's columns, a second one hashes the keys (numpy lets
-go of the interpreter lock in both), and while the hash is finished the first puts the slots in order of age. A page
+Owns the pipeline: one thread reads, decodes and fills the index's columns, a second one fills the hash (numpy lets go
+of the interpreter lock in both), and while the hash is finished the first puts the slots in order of age. A page
 that cannot be read, or an entry that is damaged, costs just that. Called by `recovery` alone, once per opening.
 """
 
@@ -16,6 +16,7 @@ from doca_shims.api import Memory
 from dpu_app.regions.blocking_flash import Block, BlockingFlash
 from dpu_app.regions.bulk_load import BulkLoad
 from dpu_app.regions.eviction import EvictionPolicy
+from dpu_app.regions.huge_array import huge_zeros
 from dpu_app.regions.index import FREE, USED, SlotIndex
 from dpu_app.regions.namespace_ids import NamespaceIds
 from dpu_app.regions.slot_table import CHUNK, ENTRY_BYTES, Mask, Words, damaged, decode_columns, words_of
@@ -41,6 +42,8 @@ class TableReader:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="index-load")
         self._namespaces = NamespaceIds(index)
         self._used = 0
+        self._fingerprints = huge_zeros(index.slots, np.uint32)
+        """Of each slot's key, folded to 32 bits; the eviction policy takes them over."""
         self.dropped = 0
         self.newest_generation = 0
         self.dirty_pages: set[int] = set()
@@ -72,17 +75,17 @@ class TableReader:
     def _add(self, block: Block, memory: Memory) -> None:
         words = words_of(block.view(memory))
         first_slot = (block.offset_bytes - self._geometry.table_offset) // ENTRY_BYTES
-        added: list[Slots] = []
+        added: list[tuple[Slots, Words]] = []
         for start in range(0, len(words), CHUNK):
-            slots = self._add_chunk(words[start : start + CHUNK], first_slot + start)
+            slots, hashes = self._add_chunk(words[start : start + CHUNK], first_slot + start)
             if len(slots):
-                added.append(slots)
+                added.append((slots, hashes))
         if added:
-            slots = added[0] if len(added) == 1 else np.concatenate(added)
-            self._loading.append(self._pool.submit(self._load.add, slots))
+            slots, hashes = (np.concatenate(parts) for parts in zip(*added))
+            self._loading.append(self._pool.submit(self._load.add, slots, hashes))
 
-    def _add_chunk(self, words: Words, first_slot: int) -> Slots:
-        """Decode entries into the columns. The slots that are now in use."""
+    def _add_chunk(self, words: Words, first_slot: int) -> tuple[Slots, Words]:
+        """Decode entries into the columns. The slots that are now in use, and the hashes of their keys."""
         columns, valid = decode_columns(words, first_slot, self._salt)
         whole = bool(valid.all())
         if not whole:
@@ -99,21 +102,22 @@ class TableReader:
             whole = False
         if whole:
             slots = np.arange(first_slot, first_slot + len(words))
-            self._fill(slice(first_slot, first_slot + len(words)), columns, expires_s)
-            return slots
+            return slots, self._fill(slice(first_slot, first_slot + len(words)), columns, expires_s)
         positions = np.flatnonzero(valid)
         slots = positions + first_slot
-        if len(slots):
-            self._fill(slots, np.ascontiguousarray(columns[:, positions]), expires_s[positions])
-        return slots
+        if len(slots) == 0:
+            return slots, np.zeros(0, np.uint64)
+        return slots, self._fill(slots, np.ascontiguousarray(columns[:, positions]), expires_s[positions])
 
-    def _fill(self, place: slice | Slots, columns: Words, expires_s: npt.NDArray[np.uint32]) -> None:
+    def _fill(self, place: slice | Slots, columns: Words, expires_s: npt.NDArray[np.uint32]) -> Words:
+        """The hashes of the keys."""
         index = self._index
         length = columns[4].astype(np.uint32)
         generation = (columns[4] >> _HALF).astype(np.uint32)
         index.key_lo[place] = columns[0]
         index.key_hi[place] = columns[1]
-        index.namespace[place] = self._namespaces.of(columns[2], columns[3], length)
+        namespace = self._namespaces.of(columns[2], columns[3], length)
+        index.namespace[place] = namespace
         index.length[place] = length
         index.generation[place] = generation
         index.checksum[place] = columns[5]
@@ -122,6 +126,9 @@ class TableReader:
         index.flags[place] = USED
         self._used += len(length)
         self.newest_generation = max(self.newest_generation, int(generation.max()))
+        hashes = index.key_hash.hash_many(columns[0], columns[1], namespace)
+        self._fingerprints[place] = hashes ^ (hashes >> _HALF)
+        return hashes
 
     def _drop_damaged(self, words: Words, valid: Mask, first_slot: int) -> None:
         positions = damaged(words, valid)
@@ -145,7 +152,7 @@ class TableReader:
         """Give the slots in use to `policy`, oldest first, and bring the index's totals up to date."""
         finished = self._pool.submit(self._load.finish)
         try:
-            policy.bulk_insert(oldest_first(self._index), self._load.fingerprints)
+            policy.bulk_insert(oldest_first(self._index), self._fingerprints)
             for loading in self._loading:
                 loading.result()
             finished.result()
@@ -163,25 +170,34 @@ class TableReader:
 
 def oldest_first(index: SlotIndex) -> Slots:
     """Slots in use by generation, then time stored, then number."""
-    slots = np.flatnonzero(index.flags == USED)
-    if len(slots) == 0:
-        return slots
-    everything = len(slots) == index.slots
-    age = (index.generation if everything else index.generation[slots]).astype(np.uint64)
-    age -= age.min()
-    stored_s = index.stored_s if everything else index.stored_s[slots]
-    earliest_s, latest_s = int(stored_s.min()), int(stored_s.max())
+    used = index.flags == USED
+    count = int(np.count_nonzero(used))
+    if count == 0:
+        return np.zeros(0, np.int64)
+    everything = count == index.slots
+    generation = index.generation if everything else index.generation[used]
+    stored_s = index.stored_s if everything else index.stored_s[used]
+    lowest, earliest_s = generation.min(), stored_s.min()
+    time_bits = int(stored_s.max() - earliest_s).bit_length()
     slot_bits = index.slots.bit_length()
-    time_bits = (latest_s - earliest_s).bit_length()
     # Generation, time and slot in one number sort five times as fast as by argsort. Where they do not fit 64 bits
     # (centuries, or hundreds of thousands of restarts in one table) the time is coarser.
-    coarser = max(0, int(age.max()).bit_length() + time_bits + slot_bits - 64)
-    age <<= np.uint64(max(0, time_bits - coarser))
-    age |= (stored_s.astype(np.uint64) - np.uint64(earliest_s)) >> np.uint64(coarser)
-    if bool((age[1:] >= age[:-1]).all()):
-        return slots
-    age <<= np.uint64(slot_bits)
-    age |= slots.view(np.uint64)
-    age.sort()
-    age &= np.uint64((1 << slot_bits) - 1)
-    return age.view(np.int64)
+    coarser = max(0, int(generation.max() - lowest).bit_length() + time_bits + slot_bits - 64)
+    generation_shift = np.uint64(min(63, max(0, time_bits - coarser) + slot_bits))
+    order = np.empty(count, np.uint64)
+    done = 0
+    for start in range(0, index.slots, CHUNK):
+        positions = np.flatnonzero(used[start : start + CHUNK])
+        part = slice(done, done + len(positions))
+        age = (generation[part] - lowest).astype(np.uint64)
+        age <<= generation_shift
+        time = (stored_s[part] - earliest_s).astype(np.uint64)
+        time >>= np.uint64(coarser)
+        time <<= np.uint64(slot_bits)
+        age |= time
+        positions += start
+        np.bitwise_or(age, positions.view(np.uint64), out=order[part])
+        done += len(positions)
+    order.sort()
+    order &= np.uint64((1 << slot_bits) - 1)
+    return order.view(np.int64)

@@ -21,6 +21,7 @@ from tests.sim.truth import NEVER, Block, Truth, Violation, require
 
 NS_PER_S = 1_000_000_000
 BUFFERS = 40
+JUNK = bytes(range(64, 128))
 PAD = 16
 """Bytes between buffers, which nobody may write."""
 ON_FLASH = (BlockState.FLASH, BlockState.STAGED_AND_FLASH)
@@ -115,7 +116,7 @@ class Client:
         self.connection_id = 0
         self.base = session_id << 32
         self.stride = slot_bytes + PAD
-        self.memory = bytearray(source.randbytes(BUFFERS * self.stride))
+        self.memory = bytearray(BUFFERS * self.stride)
         self.view = memoryview(self.memory)
         self.rkey = 0
         self.read_only_rkey = 0
@@ -163,7 +164,7 @@ class Client:
     def _give_back(self, item: Item) -> None:
         """Use the memory for something else at once: whatever still reads it gets junk."""
         for buffer in item.buffers:
-            self._fill(buffer, self.random.randbytes(64))
+            self._fill(buffer, JUNK)
             self.free.append(buffer)
 
     # ---------------------------------------------------------------- connection
@@ -192,8 +193,10 @@ class Client:
             block.stores_open -= 1
         elif request.op is Op.DELETE:
             block.deletes_open -= 1
+            block.deleted_at = self.now_step()
         elif request.op is Op.UNPIN:
             block.unpins_open -= 1
+            block.deleted_at = self.now_step()
 
     # ---------------------------------------------------------------- requests
 
@@ -249,25 +252,35 @@ class Client:
     def _store(self) -> None:
         count = min(self._count(), len(self.free) // 2)
         entries, items = self._entries(count, wire.BLOCK_ENTRY)
+        flags = Flags.UNTIL_FLASH if self.random.random() < 0.4 else Flags.NONE
+        self._queue_store(entries, items, flags, spoil=True)
+
+    def store_now(self, blocks: list[Block]) -> None:
+        """Queue a STORE of these blocks."""
+        handle_of = {digest: handle for handle, digest in self.handles.items()}
+        entries = wire.keys_array([block.key for block in blocks], wire.BLOCK_ENTRY)
+        entries["namespace"] = [handle_of[block.digest] for block in blocks]
+        self._queue_store(entries, [Item(block) for block in blocks], Flags.NONE, spoil=False)
+
+    def _queue_store(self, entries: wire.Entries, items: list[Item], flags: Flags, *, spoil: bool) -> None:
         sges: list[tuple[int, int, int]] = []
         for row, item in zip(entries, items):
             value = item.block.value if item.block is not None else b"x"
             self._place(row, item, value, sges)
             row["length"] = len(value)
-            row["flags"] = 0
             if self.random.random() < 0.3:
                 row["flags"] = EntryFlags.HAS_CHECKSUM
                 row["checksum"] = xxhash.xxh3_64_intdigest(value)
-            if self.random.random() < 0.1:
+            if spoil and self.random.random() < 0.1:
                 item.ttl_s = self.random.choice((1, 5, 60))
                 row["ttl_s"] = item.ttl_s
-            self._spoil_store(row, item)
+            if spoil:
+                self._spoil_store(row, item)
             if item.block is not None:
                 item.block.stores_open += 1
                 item.block.stores_sent += 1
                 item.block.gone_at = NEVER
                 item.block.mortal |= item.ttl_s > 0
-        flags = Flags.UNTIL_FLASH if self.random.random() < 0.4 else Flags.NONE
         self._queue(Op.STORE, entries, items, sges=self._sge_array(sges), flags=flags)
 
     def _spoil_store(self, row: np.void, item: Item) -> None:
@@ -429,9 +442,9 @@ class Client:
         for row, item in zip(response.entries, request.items):
             status = self.last_status = Status(int(row["status"]))
             allowed = ALLOWED[request.op] if item.expected is None else item.expected
-            require(
-                status in allowed, f"{request.op.name} answered {status.name}, not {sorted(s.name for s in allowed)}"
-            )
+            if status not in allowed:
+                names = sorted(one.name for one in allowed)
+                raise Violation(f"{request.op.name} answered {status.name}, not one of {names}")
             if item.block is not None:
                 self._judge(request, item, item.block, status, row)
         for item in request.items:
@@ -450,7 +463,9 @@ class Client:
             self._judge_load(request, item, block, row)
         elif op is Op.LEASE and status is Status.OK:
             self._judge_lease(block, row)
-        elif op is Op.PIN and status is Status.OK and not (block.deletes_open or block.unpins_open):
+        elif op is Op.PIN and status is Status.OK:
+            if block.deletes_open or block.unpins_open or request.arrived <= block.deleted_at:
+                return
             block.pinned_at = self.now_step()
             block.pinned_until_ns = request.arrived_ns + item.ttl_s * NS_PER_S
         elif op is Op.LOOKUP and status is Status.OK:
@@ -470,9 +485,11 @@ class Client:
             alone = block.stores_open == 1
             block.expires_wall_ns = self.wall_ns() + item.ttl_s * NS_PER_S if item.ttl_s and alone else 0
             block.expires_sent = block.stores_sent
-        if request.flags & Flags.UNTIL_FLASH and not block.mortal and not block.deletes_open:
+            if request.arrived > block.excused_at:
+                block.excused = False
+        undeleted = not block.deletes_open and request.arrived > block.deleted_at
+        if request.flags & Flags.UNTIL_FLASH and undeleted and not (block.mortal or block.excused):
             block.on_flash_at = self.now_step()
-            block.excused = block.excused and status is Status.EXISTS
 
     def _judge_load(self, request: Request, item: Item, block: Block, row: np.void) -> None:
         if not item.buffers:

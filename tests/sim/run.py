@@ -29,7 +29,7 @@ def main() -> None:
         error = failure_of(seed)
         if error is not None:
             failed += 1
-            print(f"python -m tests.sim.run --seed {seed}  # {type(error).__name__}: {error}")
+            print(f"python -m tests.sim.run --seed {seed}  # {type(error).__name__}: {error}", flush=True)
             if arguments.count == 1:
                 print(Scenario.of(seed))
                 traceback.print_exception(error)

@@ -6,6 +6,7 @@ excuse the slots they touched, and nothing else. Used by the simulated clients a
 
 from __future__ import annotations
 
+import hashlib
 import random
 from dataclasses import dataclass
 
@@ -37,6 +38,8 @@ class Block:
     stores_sent: int = 0
     stores_open: int = 0
     deletes_open: int = 0
+    deleted_at: int = 0
+    """When its last DELETE or UNPIN was closed: what arrived before may have come true before it."""
     unpins_open: int = 0
     on_flash_at: int = NEVER
     """Answered as being on flash, and nothing since then may have removed it."""
@@ -50,7 +53,8 @@ class Block:
     mortal: bool = False
     """Was ever stored with a TTL, so that it may vanish by itself."""
     excused: bool = False
-    """Flash was told to lose or damage it."""
+    excused_at: int = 0
+    """Flash was told to lose or damage it, or the block that had its place in the slot table."""
 
     def may_vanish(self) -> None:
         """Something may have removed it."""
@@ -73,7 +77,7 @@ class Truth:
                 length = source.choice(
                     (1, 7, 511, 512, 4096, slot_bytes - 1, slot_bytes, source.randint(1, slot_bytes))
                 )
-                value = random.Random(digest + key).randbytes(min(length, slot_bytes))
+                value = hashlib.shake_128(digest + key).digest(min(length, slot_bytes))
                 block = Block(digest, number, key, value, xxhash.xxh3_64_intdigest(value))
                 row.append(block)
                 self.blocks[(digest, key)] = block

@@ -9,8 +9,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache, partial
 from unittest import mock
 
+import numpy as np
 import xxhash
 
 from common import wire
@@ -23,7 +25,7 @@ from dpu_app.regions.engine import RegionEngine
 from dpu_app.regions.index import USED
 from dpu_app.regions.quota import FixedQuotas
 from dpu_app.regions.recovery import OpenRegion, close_region, format_region, open_region
-from dpu_app.regions.superblock import ENTRIES_PER_PAGE, Geometry
+from dpu_app.regions.superblock import ENTRIES_PER_PAGE, TABLE_OFFSET
 from dpu_app.regions.window import FrameState, Window, WindowLayout
 from emulator.sim_fabric import SimFabric
 from emulator.sim_flash import NO_FAULTS, Fault, FaultKind, Media, SimFlash, SimMemory
@@ -31,7 +33,6 @@ from tests.sim.client import NS_PER_S, ON_FLASH, Client, Lease
 from tests.sim.scenario import Scenario
 from tests.sim.truth import NEVER, Block, Truth, Violation, require
 
-SLOTS = 64
 CREDITS = 6
 SCRATCH_BYTES = 2 << 20
 REQUESTS = {
@@ -79,9 +80,10 @@ class World:
         self.layout = WindowLayout(scenario.frames, scenario.slot_bytes)
         self.memory = SimMemory(self.layout.memory_bytes)
         self.scratch = SimMemory(SCRATCH_BYTES)
-        data_offset = Geometry._data_offset(SLOTS)
-        self.media = Media(data_offset + SLOTS * scenario.slot_bytes)
+        self.media = _formatted(scenario.slots, scenario.slot_bytes).copy()
         self.clients: list[Client] = []
+        self.survivors: list[Block] = []
+        """What was promised when the region last died."""
         self.next_session = 1
         self.next_connection = 1
         self.faults_seen = 0
@@ -92,10 +94,11 @@ class World:
     def run(self) -> None:
         """All lives of the region. Raises Violation."""
         with _seeded_hashes(self.random):
-            self._format()
             for life in range(self.scenario.lives):
                 self._open()
                 self._after_recovery()
+                if life == 0:
+                    self._prefill()
                 for _ in range(self.scenario.steps):
                     self.step()
                 if life + 1 < self.scenario.lives:
@@ -104,12 +107,6 @@ class World:
             self.flash.close()
         self.memory.close()
         self.scratch.close()
-
-    def _format(self) -> None:
-        flash = SimFlash(self.media, 0)
-        flash.register_memory(self.scratch)
-        format_region(flash, self.scratch, "sim", self.scenario.slot_bytes, uuid=bytes(range(16)), now_s=1)
-        flash.close()
 
     def _open(self) -> None:
         """Open the region from what is on the media, and connect clients to it."""
@@ -206,16 +203,24 @@ class World:
         self.survivors = survivors
 
     def _promised(self) -> list[Block]:
-        """Blocks that the engine says are on flash, at the moment before it dies."""
+        """Blocks that are on flash at the moment before the region dies: those that the engine says are and that were
+        stored in this life, or promised at the end of the last one. Others are claims, maybe never verified."""
+        index = self.region.index
+        fresh = index.flags == USED
+        fresh &= index.generation == self.region.superblock.generation
+        stored = {id(self._block_in(slot)) for slot in np.flatnonzero(fresh).tolist()}
+        sure = stored | {id(block) for block in self.survivors}
         return [
-            block for block, state in self._lookup_all() if state in ON_FLASH and not block.excused and not block.mortal
+            block
+            for block, state in self._lookup_all()
+            if state in ON_FLASH and id(block) in sure and not block.excused and not block.mortal
         ]
 
     def _after_recovery(self) -> None:
         """What was promised is there, and (for some, so that others stay unverified) reads right."""
         self._check_counts()
         present = {id(block) for block, state in self._lookup_all() if state is not BlockState.ABSENT}
-        for block in getattr(self, "survivors", []):
+        for block in self.survivors:
             if block.excused:
                 continue
             require(id(block) in present, f"block {block.number}, on flash before, is not there after recovery")
@@ -224,16 +229,26 @@ class World:
 
     def _read_survivors(self) -> None:
         plan, self.flash.plan = self.flash.plan, NO_FAULTS
-        for block in getattr(self, "survivors", []):
+        for block in self.survivors:
             if block.excused or self.random.random() < 0.4:
                 continue
             client = next(client for client in self.clients if block.digest in client.handles.values())
             client.read_now(block)
             self._deliver_all(client)
-            self._settle(lambda client=client: not client.requests, "reading after recovery")
+            self._settle(partial(_answered_all, client), "reading after recovery")
             status = client.last_status
             require(status is Status.OK, f"block {block.number}, on flash before the crash: {status.name} after it")
         self.flash.plan = plan
+
+    def _prefill(self) -> None:
+        """Store some blocks to begin with, so that a short life sees a region that is full."""
+        for client in self.clients:
+            blocks = [block for digest in client.handles.values() for block in self.truth.of[digest]]
+            blocks = self.random.sample(blocks, int(len(blocks) * self.scenario.prefill))
+            for start in range(0, len(blocks), 2):
+                client.store_now(blocks[start : start + 2])
+                self._deliver_all(client)
+                self._settle(partial(_answered_all, client), "storing")
 
     # ---------------------------------------------------------------- steps
 
@@ -252,7 +267,7 @@ class World:
         elif choice < 0.95:
             self._pass_time(self.random.choice((1_000, 50_000, 1_000_000, 20_000_000)))
         elif choice < 0.96:
-            self._pass_time(self.random.choice((200_000_000, 2_000_000_000)))
+            self._pass_time(self.random.choice((200_000_000, 1_100_000_000)))
         else:
             self._read_lease()
         if self.random.random() < self.scenario.reconnects:
@@ -396,6 +411,7 @@ class World:
                     block = self._block_in(slot)
                     if block is not None:
                         block.excused = True
+                        block.excused_at = self.step_number
                         block.may_vanish()
 
     def _slots_in(self, fault: Fault) -> range:
@@ -473,7 +489,7 @@ class World:
                 if len(client.requests) < CREDITS:
                     self._deliver(client)
                 else:
-                    self._settle(lambda client=client: len(client.requests) < CREDITS, "an answer")
+                    self._settle(partial(_has_credit, client), "an answer")
         self._settle(lambda: not any(client.requests for client in self.clients), "answering")
         self._pass_time(31 * NS_PER_S)
         self._settle(lambda: not self.flash.in_flight and not self.fabric.busy(), "the work of nobody")
@@ -493,6 +509,28 @@ class World:
                 self._check_lease(client, lease)
             require(not client.leases, "a lease is readable after its time")
         self._check_counts()
+
+
+@cache
+def _formatted(slots: int, slot_bytes: int) -> Media:
+    """A region of so many slots, as format leaves it."""
+    media = Media(2 * TABLE_OFFSET + slots * slot_bytes)
+    flash = SimFlash(media, 0)
+    scratch = SimMemory(SCRATCH_BYTES)
+    flash.register_memory(scratch)
+    superblock = format_region(flash, scratch, "sim", slot_bytes, uuid=bytes(range(16)), now_s=1)
+    require(superblock.geometry.slots == slots, "another number of slots than meant")
+    flash.close()
+    scratch.close()
+    return media
+
+
+def _answered_all(client: Client) -> bool:
+    return not client.requests
+
+
+def _has_credit(client: Client) -> bool:
+    return len(client.requests) < CREDITS
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 from typing import TYPE_CHECKING
@@ -28,10 +29,11 @@ QUICK = BenchSettings(block_bytes=(64 << 10,), batches=(1, 8), lookup_batches=(1
 @pytest.mark.parametrize("fabric", ["emu-shm", "emu-tcp"])
 def test_a_quick_run_measures_everything_and_deletes_its_blocks(place: Place, fabric: str) -> None:
     settings = PodSettings(dpus=1, regions=2, fabric=fabric, run_dir=place.run_dir, flash_dir=place.flash_dir)
-    pod = Pod.up(bench_pod(settings, QUICK))
+    quick = dataclasses.replace(QUICK, flash_dir=place.flash_dir)
+    pod = Pod.up(bench_pod(settings, quick))
     try:
         with Client(load_file(pod.state.agent_config, AgentSettings)) as client:
-            result = Bench(client, QUICK, "demo", lambda _text: None).run()
+            result = Bench(client, quick, "demo", lambda _text: None).run()
             used = [stats[StatId.SLOTS_USED] for stats in client.stat().values()]
     finally:
         pod.down()
@@ -46,7 +48,9 @@ def test_a_quick_run_measures_everything_and_deletes_its_blocks(place: Place, fa
         assert cell["other_answers"] == {}
         assert cell["calls"] == 2 * 8 // cell["batch"]
         assert cell["gb_per_s"] > 0
-        assert set(cell["of"]) == {"memmove", "socket"}
+    assert set(cells["store_staged", 8]["of"]) == {"memmove", "socket_push"}
+    assert set(cells["retrieve_staged", 1]["of"]) == {"memmove", "socket_pull"}
+    assert set(cells["retrieve_cold", 8]["of"]) == {"flash", "socket_pull"}
     assert [row["batch"] for row in result["lookup"]["rows"]] == [1, 8]
     json.dumps(result)
     text = io.StringIO()

@@ -13,10 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from common.config import load_file
 from common.errors import EntresolError
+from emulator.demo import DemoSettings, run_demo
 from emulator.pod import Pod
+from emulator.pod_settings import PodSettings
 from emulator.processes import marked_processes, wait_for_end
 from emulator.trace import TraceRecord, write_trace
+from host_agent.block_pattern import BlockPattern
+from host_agent.client import Client
+from host_agent.config import AgentSettings
 
 if TYPE_CHECKING:
     from tests.system.conftest import Place
@@ -24,7 +30,7 @@ if TYPE_CHECKING:
 SMALL = ["--capacity", "64MiB", "--window", "4MiB", "--batch", "16"]
 
 
-def _write_conversations(path: Path, conversations: int = 6, turns: int = 4) -> None:
+def _write_conversations(path: Path, conversations: int = 4, turns: int = 4) -> None:
     """Multi-turn requests under one system prompt of 512 tokens, turn by turn: later turns find the earlier ones, and
     16 frames a region hold far from all of it."""
     records: list[TraceRecord] = []
@@ -44,15 +50,17 @@ def _demo(place: Place, *arguments: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("fabric", ["emu-shm", "emu-tcp"])
-def test_a_workload_comes_back_byte_for_byte(place: Place, tmp_path: Path, fabric: str) -> None:
+@pytest.mark.parametrize("layout", [[], ["--scatter"]], ids=["gathered", "scattered"])
+def test_a_workload_comes_back_byte_for_byte(place: Place, tmp_path: Path, fabric: str, layout: list[str]) -> None:
     trace = tmp_path / "trace.jsonl"
     _write_conversations(trace)
-    report = _demo(place, "--fabric", fabric, "--trace", str(trace))
-    assert report["requests"] == 24
+    report = _demo(place, "--fabric", fabric, "--trace", str(trace), *layout)
+    assert report["pieces"] == (32 if layout else 1), "one a layer"
+    assert report["requests"] == 16
     assert report["wrong_blocks"] == 0
     assert report["fabric"] == fabric
     assert report["block_bytes"] == 256 << 10
-    assert report["blocks"] == 6 * 32 * (2 + 3 + 4 + 5)
+    assert report["blocks"] == 4 * 32 * (2 + 3 + 4 + 5)
     assert report["block_hit_rate"] > 0.3
     assert report["tokens_not_recomputed"] >= 16 * report["hit_blocks"] * 0.9
     for operation in ("store", "retrieve_staged", "retrieve_cold"):
@@ -81,7 +89,8 @@ def test_keep_leaves_a_pod_that_the_command_line_works_with(place: Place, tmp_pa
     assert done.returncode == 0, done.stderr
     assert "every byte" in done.stdout.lower()
     agent = str(place.run_dir / "agent.yaml")
-    assert f"entresol-agent --config {agent}" in done.stderr
+    assert f"entresol-agent --config {agent} stat" in done.stderr
+    assert f"down --run-dir {place.run_dir}" in done.stderr
     status = json.loads(place.emu("status", "--json", "--run-dir", str(place.run_dir)).stdout)
     assert status["serving"]
     used = sum(region["stats"]["SLOTS_USED"] for dpu in status["dpus"] for region in dpu["regions"])
@@ -90,7 +99,34 @@ def test_keep_leaves_a_pod_that_the_command_line_works_with(place: Place, tmp_pa
     assert place.left() == []
 
 
-def test_an_interrupted_demo_leaves_nothing(place: Place) -> None:
+def test_wrong_bytes_are_found(place: Place) -> None:
+    """Somebody stores other bytes, whole and with a good checksum, under a key that the workload will ask for."""
+    record = TraceRecord(0, 512, 1, (7,))
+    small = {"dpus": 1, "regions": 1, "capacity_bytes": 32 << 20, "window_bytes": 16 << 20}
+    pod_settings = PodSettings(run_dir=place.run_dir, flash_dir=place.flash_dir, **small)  # type: ignore[arg-type]
+    settings = DemoSettings.of(pod_settings, agents=1)
+    pod = Pod.up(settings.pod)
+    try:
+        shape = settings.shape()
+        with Client(load_file(pod.state.agent_config, AgentSettings)) as client:
+            namespace = client.namespace(shape.namespace("demo"), shape.block_bytes)
+            key = shape.block_keys(namespace.digest, record)[0]
+            with client.allocate(shape.block_bytes) as memory:
+                BlockPattern(shape.block_bytes).fill(key, memory.view)
+                memory.view[100_003] ^= 4
+                assert client.store(namespace, [key], memory.blocks([0], shape.block_bytes)).all_ok
+        report = run_demo(pod, settings, [record, record], lambda _outcome: None).as_dict()
+    finally:
+        pod.down()
+    assert report["wrong_blocks"] == 2, "in both requests"
+    assert report["wrong"][0] == f"block {key.hex()} differs at byte 100000 of 262144"
+    assert report["hit_blocks"] == 31, "the second time the rest is there and right"
+    assert report["tokens_not_recomputed"] == 0, "an engine cannot use what follows a hole"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_an_interrupted_demo_leaves_nothing(place: Place, number: signal.Signals) -> None:
+    """By itself where it can; where it could not, after `entresol-emu down`."""
     command = [sys.executable, "-m", "emulator.cli", "demo", *SMALL, *place.options, "--requests", "500"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
         mark = ""
@@ -101,7 +137,10 @@ def test_an_interrupted_demo_leaves_nothing(place: Place) -> None:
             if len(nodes) == 2:
                 break
             wait_for_end([process.pid], 0.05)
-        os.kill(process.pid, signal.SIGTERM)
+        os.kill(process.pid, number)
+        if number is signal.SIGKILL:
+            process.wait(timeout=60)
+            assert place.emu("down", "--run-dir", str(place.run_dir)).returncode == 0
         process.communicate(timeout=60)
     assert process.returncode != 0
     assert marked_processes(mark) == []

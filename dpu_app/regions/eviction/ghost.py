@@ -2,8 +2,8 @@
 
 A set-associative table instead of a queue (the paper, section 4.2, proposes one): a cell holds 12 bits of
 fingerprint and the epoch of its insertion. An entry is forgotten when `window` others have been inserted since, give
-or take one epoch, a thirteenth of it. Two buckets of four to choose from keep early overwriting rare; a chance match
-is a chance of about 0.2 %.
+or take one epoch, a thirteenth of it. Two buckets of four to choose from keep early overwriting to about one
+in twenty; a chance match has a chance of about 0.2 %.
 """
 
 from __future__ import annotations

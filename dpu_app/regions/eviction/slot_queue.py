@@ -74,8 +74,9 @@ class SlotQueue:
         if len(slots) == 0:
             return
         following, previous = self._links.next_array, self._links.previous_array
-        following[slots[1:]] = slots[:-1]
-        previous[slots[:-1]] = slots[1:]
+        links = slots.astype(np.uint32)
+        following[slots[1:]] = links[:-1]
+        previous[slots[:-1]] = links[1:]
         sentinel = self._sentinel
         old = self._next[sentinel]
         oldest, newest = int(slots[0]), int(slots[-1])

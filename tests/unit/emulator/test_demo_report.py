@@ -17,6 +17,7 @@ SETUP = {
     "block_tokens": 16,
     "block_bytes": 1000,
     "tp_size": 8,
+    "pieces": 1,
 }
 
 

@@ -16,7 +16,7 @@ from doca_shims.api import ConnectionState, Opcode, WcStatus
 from doca_shims.contract_harness import ALL_ACCESS, FabricHarness, Pair, collect, statuses
 from emulator import fabric_shm, fabric_shm_domain, fabric_shm_initiator, fabric_shm_pages
 from emulator.fabric_shm_connection import ShmConnection
-from emulator.fabric_shm_pages import BASE, BUSY, IDLE, IN_KERNEL, LENGTH, READING, WRITING
+from emulator.fabric_shm_pages import BASE, BUSY, IDLE, IN_KERNEL, LENGTH, READING, TARGET, WRITING
 from emulator.fabric_shm_peer import Peer, process_vm_writev
 
 
@@ -35,6 +35,7 @@ class _Stuck:
         connection = pair.b.connection
         assert isinstance(connection, ShmConnection)
         self.page = connection.page
+        self.page.words[TARGET] = pair.b.region.rkey
         self.page.quads[BASE] = base
         self.page.quads[LENGTH] = length
         self.page.words[BUSY] = kind
@@ -73,8 +74,10 @@ def test_a_running_peer_in_the_kernel_is_waited_for(pair: Pair, monkeypatch: pyt
 def test_a_dead_peer_is_not_waited_for(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Peer, "is_alive", lambda self: False)
     for kind in (IN_KERNEL, READING, WRITING):
-        _Stuck(pair, kind, pair.b.memory.address, 4096)
-        pair.b.pd.register(pair.b.memory.address, 4096, ALL_ACCESS).close()
+        stuck = _Stuck(pair, kind, pair.b.memory.address, 4096)
+        region = pair.b.pd.register(pair.b.memory.address, 4096, ALL_ACCESS)
+        stuck.page.words[TARGET] = region.rkey
+        region.close()
     assert pair.b.memory.fd is not None
     pair.b.connection.close()
 
@@ -107,9 +110,9 @@ def test_a_stopped_writers_target_is_replaced_and_others_reach_the_new_pages(pai
 
 @pytest.mark.usefixtures("stopped")
 def test_a_peer_busy_elsewhere_is_let_be(pair: Pair) -> None:
-    small = pair.b.pd.register(pair.b.memory.address, 4096, ALL_ACCESS)
-    stuck = _Stuck(pair, WRITING, pair.b.memory.address + 8192, 4096)
-    small.close()
+    overlapping = pair.b.pd.register(pair.b.memory.address, 4096, ALL_ACCESS)
+    stuck = _Stuck(pair, WRITING, pair.b.memory.address, 4096)
+    overlapping.close()
     assert pair.b.memory.fd is not None
     stuck.page.words[BUSY] = IDLE
 

@@ -81,6 +81,9 @@ def test_a_block_is_one_page_of_all_layers() -> None:
     assert BlockShape(LLAMA, tp_size=1).block_bytes == 2 << 20
     assert BlockShape(LLAMA).block_bytes == 256 << 10
     assert BlockShape(LLAMA, block_tokens=64).block_bytes == 1 << 20
+    assert BlockShape(LLAMA).layer_pieces == 32
+    with pytest.raises(UserError, match="80 layers"):
+        assert BlockShape(model_geometry("Llama-3-70B")).layer_pieces
     with pytest.raises(UserError, match="whole pages"):
         BlockShape(LLAMA, block_tokens=24)
     with pytest.raises(UserError, match="do not divide"):

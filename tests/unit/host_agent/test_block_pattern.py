@@ -59,3 +59,15 @@ def test_typed_memory_is_filled_and_bad_lengths_are_refused() -> None:
     for length in (4, 4104):
         with pytest.raises(ValueError, match="whole 8-byte words"):
             pattern.fill(KEY, bytearray(length))
+
+
+def test_pieces_of_a_block_that_lie_apart() -> None:
+    pattern = BlockPattern(1 << 20)
+    pools = np.zeros((80, 5, 512), np.uint64)
+    pattern.fill_pieces(KEY, pools[:, 3])
+    assert pattern.first_mismatch_pieces(KEY, pools[:, 3]) is None
+    whole = np.ascontiguousarray(pools[:, 3])
+    assert pattern.first_mismatch(KEY, whole) is None, "the pieces in order are the block"
+    assert not pools[:, [0, 1, 2, 4]].any()
+    pools[70, 3, 9] ^= np.uint64(1)
+    assert pattern.first_mismatch_pieces(KEY, pools[:, 3]) == 70 * 4096 + 72

@@ -1,4 +1,4 @@
-"""A flash in memory, with faults on demand, and what the tests of regions share."""
+"""A flash in memory, with faults on demand, for the tests of recovery."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import ctypes
 import errno
 import mmap
 from collections.abc import Callable, Sequence
-
-import pytest
 
 from doca_shims.api import FlashCaps, FlashCompletion, FlashDevice, FlashOp, FlashRequest, Memory, ShimError
 
@@ -86,18 +84,8 @@ class MemoryFlash:
 _conforms: Callable[[int], FlashDevice] = MemoryFlash
 
 
-@pytest.fixture
-def memory() -> AnonymousMemory:
-    return AnonymousMemory(4 << 20)
-
-
-@pytest.fixture
-def make_flash(memory: AnonymousMemory) -> Callable[[int], MemoryFlash]:
-    """A blank flash of so many bytes, `memory` registered with it."""
-
-    def make(capacity_bytes: int) -> MemoryFlash:
-        flash = MemoryFlash(capacity_bytes)
-        flash.register_memory(memory)
-        return flash
-
-    return make
+def blank_flash(capacity_bytes: int) -> tuple[MemoryFlash, AnonymousMemory]:
+    """A flash of zeros, and scratch memory registered with it."""
+    flash, memory = MemoryFlash(capacity_bytes), AnonymousMemory(2 << 20)
+    flash.register_memory(memory)
+    return flash, memory
