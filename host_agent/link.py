@@ -292,12 +292,12 @@ class RegionLink:
         self.grants = None
         self.down_reason = reason
         self._poller.detach(self._fd)
-        try:
-            connection.close()
-            if buffers is not None:
-                buffers.close()
-        except ShimError as error:
-            log.warning("closing a connection failed", extra={"region": self.name, "error": str(error)})
+        for owned in (connection, buffers):
+            try:
+                if owned is not None:
+                    owned.close()
+            except ShimError as error:
+                log.warning("closing a connection failed", extra={"region": self.name, "error": str(error)})
         now_ns = self._clock.monotonic_ns()
         orphans = [request for request, _place in self._in_flight.values()]
         orphans.extend(self._reads.values())
