@@ -6,6 +6,7 @@ anything is sent. Used by `host_agent.core`.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -88,6 +89,7 @@ def refusals(spans: Spans, offset: npt.ArrayLike, *, destination: bool, whole_by
         statuses[sizes == 0] = Status.BAD_RANGE
         if whole_bytes and spans.starts is None:
             statuses[sizes < whole_bytes] = Status.BAD_RANGE
+        _refuse_overlaps(spans, statuses)
     statuses[sizes > LENGTH_BYTES_MAX] = Status.TOO_LARGE
     if not isinstance(offset, int) or not 0 <= offset <= LENGTH_BYTES_MAX:
         offsets = np.broadcast_to(np.asarray(offset), sizes.shape)
@@ -95,6 +97,30 @@ def refusals(spans: Spans, offset: npt.ArrayLike, *, destination: bool, whole_by
     if spans.starts is not None:
         statuses[np.diff(spans.starts) > wire.MAX_SGES_PER_ENTRY] = Status.BAD_REQUEST
     return statuses
+
+
+def _refuse_overlaps(spans: Spans, statuses: npt.NDArray[np.uint8]) -> None:
+    """OVERLAP for each block whose destination overlaps that of an earlier one, or itself. Each region checks its own
+    share; only here are all of them seen."""
+    order = np.argsort(spans.addresses, kind="stable")
+    begins = spans.addresses[order]
+    ends = begins + spans.lengths[order]
+    if not (np.maximum.accumulate(ends)[:-1] > begins[1:]).any():
+        return
+    taken_begins: list[int] = []
+    taken_ends: list[int] = []
+    starts = range(len(spans) + 1) if spans.starts is None else spans.starts.tolist()
+    for block in range(len(spans)):
+        for piece in range(starts[block], starts[block + 1]):
+            begin, end = int(spans.addresses[piece]), int(spans.addresses[piece] + spans.lengths[piece])
+            at = bisect.bisect_left(taken_ends, begin + 1)
+            if begin == end:
+                continue
+            if at < len(taken_begins) and taken_begins[at] < end:
+                statuses[block] = Status.OVERLAP
+            else:
+                taken_begins.insert(at, begin)
+                taken_ends.insert(at, end)
 
 
 def requests(
