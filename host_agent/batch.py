@@ -85,6 +85,8 @@ def refusals(spans: Spans, offset: npt.ArrayLike, *, destination: bool, whole_by
     must hold a block of so many bytes, whose own length is not known."""
     sizes = spans.block_bytes
     statuses = np.full(len(sizes), NOT_FAILED, np.uint8)
+    if _plain(spans, offset, max(whole_bytes, 1) if destination else 0):
+        return statuses
     if destination:  # length 0 would mean "to the end" on the wire, and write past the caller's memory
         statuses[sizes == 0] = Status.BAD_RANGE
         if whole_bytes and spans.starts is None:
@@ -97,6 +99,21 @@ def refusals(spans: Spans, offset: npt.ArrayLike, *, destination: bool, whole_by
     if spans.starts is not None:
         statuses[np.diff(spans.starts) > wire.MAX_SGES_PER_ENTRY] = Status.BAD_REQUEST
     return statuses
+
+
+def _plain(spans: Spans, offset: npt.ArrayLike, least_bytes: int) -> bool:
+    """Whether nothing can be wrong: pieces of one size, apart from each other. Most batches, and soon told.
+    `least_bytes` 0: they are sources, which may overlap."""
+    lengths = spans.lengths
+    if spans.starts is not None or not len(lengths) or not isinstance(offset, int):
+        return False
+    size = int(lengths[0])
+    if not least_bytes <= size <= LENGTH_BYTES_MAX or not 0 <= offset <= LENGTH_BYTES_MAX or (lengths != size).any():
+        return False
+    if not least_bytes or len(lengths) == 1:
+        return True
+    addresses = np.sort(spans.addresses)
+    return not (addresses[1:] - addresses[:-1] < size).any()
 
 
 def _refuse_overlaps(spans: Spans, statuses: npt.NDArray[np.uint8]) -> None:
