@@ -289,7 +289,7 @@ class LoadPath:
         """The WRITEs are posted and the answer will follow them in order."""
         context = self._context
         index, window = context.catalogue.index, context.window
-        lengths, checksums, states, slots = index.length_of, index.checksum_of, window.state_of, window.slot
+        lengths, checksums, slots = index.length_of, index.checksum_of, window.slot
         memory, rows = batch.memory, batch.rows
         moved = 0
         for entry, frame in group:
@@ -297,7 +297,7 @@ class LoadPath:
             pieces = memory[entry]
             count = pieces[0][1] if len(pieces) == 1 else sum([piece[1] for piece in pieces])
             moved += count
-            state = states[slot] if slot >= 0 else BlockState.ABSENT
+            state = window.block_state(slot) if slot >= 0 else BlockState.ABSENT
             if slot >= 0 and count == lengths[slot]:
                 checksum = checksums[slot]
             elif slot < 0 or rows[entry][FLAGS] & _WANT_CHECKSUM:

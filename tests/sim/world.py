@@ -126,7 +126,7 @@ class World:
         self.flash.plan = scenario.faults
         self.fabric = SimFabric(self.memory, self.random.getrandbits(32), self._on_access, scenario.fabric_failures)
         self.memory.view[:] = self.random.randbytes(256) * (self.memory.length_bytes // 256)
-        window = Window(self.layout, self.memory.address, self.memory.view, self.region.superblock.geometry.slots)
+        window = Window(self.layout, self.memory.address, self.memory.view)
         self.engine = RegionEngine(
             EngineSettings(
                 dirty_fraction=scenario.dirty_fraction,
