@@ -87,7 +87,8 @@ class World:
         self.next_session = 1
         self.next_connection = 1
         self.faults_seen = 0
-        self.log: list[str] = []
+        self.trace = xxhash.xxh3_64()
+        """Of everything that the engine asked for and answered: the same whenever the seed is."""
 
     # ---------------------------------------------------------------- life and death
 
@@ -370,6 +371,8 @@ class World:
             fabric, outbox.fabric = outbox.fabric, []
             responses, outbox.responses = outbox.responses, []
             broken, outbox.broken = outbox.broken, []
+            for request in flash:
+                self.trace.update(f"{request.tag} {request.op} {request.offset_bytes} {request.length_bytes}".encode())
             if flash:
                 self.flash.submit(flash)
             connected = {client.connection_id for client in self.clients}
@@ -394,6 +397,8 @@ class World:
         if request is not None:
             late_ns = self.clock.now_ns - request.deadline_ns
             require(late_ns <= 0, f"{request.op.name} answered {late_ns} ns after its deadline")
+        if request is None or request.op is not Op.LEASE:  # a lease names an address of this process
+            self.trace.update(response)
         self.fabric.send(client.connection_id, response)
 
     def _on_access(self, connection_id: int, opcode: Opcode, address: int, length: int) -> None:
