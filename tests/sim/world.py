@@ -94,7 +94,7 @@ class World:
 
     def run(self) -> None:
         """All lives of the region. Raises Violation."""
-        with _seeded_hashes(self.random):
+        with _seeded_hashes(self.random.getrandbits(64)):
             for life in range(self.scenario.lives):
                 self._open()
                 self._after_recovery()
@@ -539,7 +539,8 @@ def _has_credit(client: Client) -> bool:
 
 
 @contextmanager
-def _seeded_hashes(source: random.Random) -> Iterator[None]:
-    """The index seeds its hash from the system; here the seed of the world must decide everything."""
-    with mock.patch("dpu_app.regions.index.secrets.randbits", source.getrandbits):
+def _seeded_hashes(seed: int) -> Iterator[None]:
+    """The index seeds its hash from the system; here the seed of the world must decide everything. Others may draw from
+    the same source at other times, so each gets the same number."""
+    with mock.patch("dpu_app.regions.index.secrets.randbits", lambda bits: seed & ((1 << bits) - 1)):
         yield
