@@ -56,7 +56,7 @@ def serve(config: WorkerConfig, channel: WorkerEnd) -> None:
             _LOG.warning(message, extra={"region": settings.name})
         engine_settings = _engine_settings(settings, fabric)
         geometry = region.superblock.geometry
-        window = Window(layout, window_memory.address, window_memory.view, geometry.slots)
+        window = Window(layout, window_memory.address, window_memory.view)
         peers: dict[int, Peer] = {}
         engine = RegionEngine(
             engine_settings,

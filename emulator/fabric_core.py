@@ -8,8 +8,11 @@ polled. How bytes move is the business of `fabric_shm` and `fabric_tcp`, which d
 from __future__ import annotations
 
 import errno
+import os
 import secrets
+import socket
 import threading
+import weakref
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
@@ -264,10 +267,37 @@ class DeviceMemory(MemfdMemory):
         self._device.forget(self)
 
 
-class QueuePair:
+class Endpoint:
+    """Something with a socket of its own. A forked child lets go of it: otherwise the peer of a dead process would
+    see a living connection, and a dead listener's address would stay in use, for as long as the child lives."""
+
+    _socket: socket.socket | None = None
+
+    def __init__(self) -> None:
+        _endpoints.add(self)
+
+    def abandon(self) -> None:
+        """Called in a forked child only. Nothing but the descriptor is touched."""
+        if self._socket is not None:
+            self._socket.close()
+
+
+_endpoints: weakref.WeakSet[Endpoint] = weakref.WeakSet()
+
+
+def _abandon_all() -> None:
+    for endpoint in list(_endpoints):
+        endpoint.abandon()
+
+
+os.register_at_fork(after_in_child=_abandon_all)
+
+
+class QueuePair(Endpoint):
     """State, slots and the completion queue of one connection. Not locked: a backend with threads does that."""
 
     def __init__(self, pd: Domain, limits: QueueLimits, peer: str) -> None:
+        super().__init__()
         self.pd = pd
         self.limits = limits
         self.peer = peer
@@ -278,6 +308,10 @@ class QueuePair:
         self._send_used = 0
         self._recv_used = 0
         self._silent = 0  # send slots that the next send completion frees besides its own
+
+    def abandon(self) -> None:
+        self.state = ConnectionState.CLOSED
+        super().abandon()
 
     def _admit_recvs(self, requests: Sequence[RecvRequest]) -> None:
         """Check a batch and take its slots; raises with nothing posted."""

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from doca_shims.api import Fabric, ProtectionDomain, QueueLimits, RecvRequest, ShimError
-from emulator.fabric_core import MAX_PRIVATE_DATA_BYTES, Device, Timeouts
+from emulator.fabric_core import MAX_PRIVATE_DATA_BYTES, Device, Endpoint, Timeouts
 from emulator.fabric_options import read_seconds
 from emulator.fabric_shm_connection import ShmConnection
 from emulator.fabric_shm_domain import ShmDomain
@@ -158,14 +158,15 @@ class ShmRequest:
         return sock, descriptors
 
 
-class ShmListener:
+class ShmListener(Endpoint):
     """`doca_shims.api.Listener`. Owns the socket file."""
 
     def __init__(self, device: ShmFabric, address: str) -> None:
+        super().__init__()
         _check_path(address)
         self.address = address
         self._device = device
-        self._socket = _bind(address)
+        self._socket: socket.socket = _bind(address)
         self._inode = os.stat(address).st_ino
         self._socket.setblocking(False)
         self._epoll = select.epoll()

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 _U32 = 0xFFFFFFFF
 _LOOK_EVERY_S = 0.01
 _BUFFERS_MAX = 4096
+_MSG_TRUNC = int(socket.MSG_TRUNC)
 _SEND = Opcode.SEND
 _RDMA_READ = Opcode.RDMA_READ
 _SUCCESS = WcStatus.SUCCESS
@@ -63,7 +64,7 @@ class ShmConnection(QueuePair):
     def __init__(self, pd: ShmDomain, limits: QueueLimits, sock: socket.socket, timeouts: Timeouts) -> None:
         super().__init__(pd, limits, "")
         self._domain = pd
-        self._socket = sock
+        self._socket: socket.socket = sock
         self._timeouts = timeouts
         self._page_fd = ControlPage.create()
         self._page = ControlPage(self._page_fd)
@@ -79,6 +80,7 @@ class ShmConnection(QueuePair):
         self._sends: list[SendRequest] = []  # waiting for a receive of the peer, or for room in the socket
         self._deadline_s = 0.0
         self._look_due_s = 0.0
+        self._was_empty = False
         self._awaits_room = False
         self._buffers: dict[tuple[int, int], ctypes.Array[ctypes.c_char]] = {}
         pd.connections.add(self)
@@ -272,20 +274,24 @@ class ShmConnection(QueuePair):
         state = self.state
         if state is _CLOSED_STATE:
             return []
+        queue = self._cq
         if state is _READY:
             if self._sends:
                 self._resume()
             if self._own[SENT] != self._received:
-                self._receive(max_completions - len(self._cq))
+                self._receive(max_completions - len(queue))
         now_s = time.monotonic()
-        if not self._cq or now_s > self._look_due_s:
-            # Writing into a dead process's memfd succeeds, so a busy initiator too must look now and then.
+        # The first empty poll after a full one does not look: whatever is there keeps the descriptor readable.
+        # Writing into a dead process's memfd succeeds, so a busy initiator too must look now and then.
+        if now_s > self._look_due_s or (not queue and (self._was_empty or self._sends)):
             self._look_due_s = now_s + _LOOK_EVERY_S
             self._look()
-        if not self._cq:
+        if not queue:
+            self._was_empty = True
             return []
+        self._was_empty = False
         reaped = self._reap(max_completions)
-        if self._signalled and not self._cq:
+        if self._signalled and not queue:
             self._signalled = False
             self._clear_event()
         return reaped
@@ -293,13 +299,15 @@ class ShmConnection(QueuePair):
     def _receive(self, count: int) -> None:
         """Take up to `count` messages into posted receives."""
         own = self._own
-        while self._recvs and own[SENT] != self._received and count > 0:
-            wr_id, (address, length, lkey) = self._recvs[0]
-            empty = own[SENT_SIZES + self._received % RING_SLOTS] == 0
+        recvs = self._recvs
+        received = self._received
+        while recvs and count > 0 and own[SENT] != received:
+            wr_id, (address, length, lkey) = recvs[0]
+            is_empty = own[SENT_SIZES + received % RING_SLOTS] == 0
             known = lkey in self.pd.by_lkey  # it was when this was posted
-            buffer = self._buffer(address, length) if known and length and not empty else bytearray(1)
+            buffer = self._buffer(address, length) if known and length and not is_empty else bytearray(1)
             try:
-                size = self._socket.recv_into(buffer, 0, socket.MSG_TRUNC)
+                size = self._socket.recv_into(buffer, 0, _MSG_TRUNC)
             except BlockingIOError:
                 return
             except ConnectionResetError:
@@ -309,10 +317,11 @@ class ShmConnection(QueuePair):
             if size == 0:
                 self._fail()
                 return
-            size = 0 if empty else size
-            self._received = (self._received + 1) & _U32
+            if is_empty:
+                size = 0
+            self._received = received = (received + 1) & _U32
             count -= 1
-            self._recvs.popleft()
+            recvs.popleft()
             if size > length or not known:
                 self._complete_recv(wr_id, WcStatus.LOC_LEN_ERR if known else WcStatus.LOC_PROT_ERR)
                 self._fail()

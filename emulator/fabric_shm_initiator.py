@@ -39,7 +39,12 @@ _SUSPENSION_LIMIT_S = 1.0
 _PAUSE_S = 50e-6
 
 _SUCCESS = WcStatus.SUCCESS
+_SHORT_COPY_BYTES = 1 << 18
 _memmove = ctypes.memmove
+_memmove_short = ctypes.PyDLL(None).memmove
+_memmove_short.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+_memmove_short.restype = None
+"""Keeps the interpreter's lock: to give it up for 20 us could mean to wait 5 ms for a busy thread to return it."""
 
 
 class _Remote(NamedTuple):
@@ -128,13 +133,15 @@ class Initiator:
                 status = self._copy_in_kernel(sges, total, read)
             elif read:
                 far = start + delta
+                move = _memmove_short if total < _SHORT_COPY_BYTES else _memmove
                 for address, length, _ in sges:
-                    _memmove(address, far, length)
+                    move(address, far, length)
                     far += length
             else:
                 far = start + delta
+                move = _memmove_short if total < _SHORT_COPY_BYTES else _memmove
                 for address, length, _ in sges:
-                    _memmove(far, address, length)
+                    move(far, address, length)
                     far += length
         finally:
             theirs[BUSY] = IDLE

@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from doca_shims.api import Fabric, ProtectionDomain, QueueLimits, RecvRequest, ShimError
-from emulator.fabric_core import Device, Domain, Region, Timeouts
+from emulator.fabric_core import Device, Domain, Endpoint, Region, Timeouts
 from emulator.fabric_options import read_seconds
 from emulator.fabric_tcp_connection import TcpConnection
 from emulator.fabric_tcp_frame import (
@@ -166,13 +166,14 @@ class _Newcomer:
         self.deadline_s = time.monotonic() + _GREETING_LIMIT_S
 
 
-class TcpListener:
+class TcpListener(Endpoint):
     """`doca_shims.api.Listener`."""
 
     def __init__(self, device: TcpFabric, address: str) -> None:
+        super().__init__()
         family, sockaddr = _resolve(address, passive=True)
         self._device = device
-        self._socket = _socket(family, device.timeouts)
+        self._socket: socket.socket = _socket(family, device.timeouts)
         try:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._socket.bind(sockaddr)

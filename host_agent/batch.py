@@ -6,6 +6,7 @@ anything is sent. Used by `host_agent.core`.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -84,10 +85,13 @@ def refusals(spans: Spans, offset: npt.ArrayLike, *, destination: bool, whole_by
     must hold a block of so many bytes, whose own length is not known."""
     sizes = spans.block_bytes
     statuses = np.full(len(sizes), NOT_FAILED, np.uint8)
+    if _plain(spans, offset, max(whole_bytes, 1) if destination else 0):
+        return statuses
     if destination:  # length 0 would mean "to the end" on the wire, and write past the caller's memory
         statuses[sizes == 0] = Status.BAD_RANGE
         if whole_bytes and spans.starts is None:
             statuses[sizes < whole_bytes] = Status.BAD_RANGE
+        _refuse_overlaps(spans, statuses)
     statuses[sizes > LENGTH_BYTES_MAX] = Status.TOO_LARGE
     if not isinstance(offset, int) or not 0 <= offset <= LENGTH_BYTES_MAX:
         offsets = np.broadcast_to(np.asarray(offset), sizes.shape)
@@ -95,6 +99,45 @@ def refusals(spans: Spans, offset: npt.ArrayLike, *, destination: bool, whole_by
     if spans.starts is not None:
         statuses[np.diff(spans.starts) > wire.MAX_SGES_PER_ENTRY] = Status.BAD_REQUEST
     return statuses
+
+
+def _plain(spans: Spans, offset: npt.ArrayLike, least_bytes: int) -> bool:
+    """Whether nothing can be wrong: pieces of one size, apart from each other. Most batches, and soon told.
+    `least_bytes` 0: they are sources, which may overlap."""
+    lengths = spans.lengths
+    if spans.starts is not None or not len(lengths) or not isinstance(offset, int):
+        return False
+    size = int(lengths[0])
+    if not least_bytes <= size <= LENGTH_BYTES_MAX or not 0 <= offset <= LENGTH_BYTES_MAX or (lengths != size).any():
+        return False
+    if not least_bytes or len(lengths) == 1:
+        return True
+    addresses = np.sort(spans.addresses)
+    return not (addresses[1:] - addresses[:-1] < size).any()
+
+
+def _refuse_overlaps(spans: Spans, statuses: npt.NDArray[np.uint8]) -> None:
+    """OVERLAP for each block whose destination overlaps that of an earlier one, or itself. Each region checks its own
+    share; only here are all of them seen."""
+    order = np.argsort(spans.addresses, kind="stable")
+    begins = spans.addresses[order]
+    ends = begins + spans.lengths[order]
+    if not (np.maximum.accumulate(ends)[:-1] > begins[1:]).any():
+        return
+    taken_begins: list[int] = []
+    taken_ends: list[int] = []
+    starts = range(len(spans) + 1) if spans.starts is None else spans.starts.tolist()
+    for block in range(len(spans)):
+        for piece in range(starts[block], starts[block + 1]):
+            begin, end = int(spans.addresses[piece]), int(spans.addresses[piece] + spans.lengths[piece])
+            at = bisect.bisect_left(taken_ends, begin + 1)
+            if begin == end:
+                continue
+            if at < len(taken_begins) and taken_begins[at] < end:
+                statuses[block] = Status.OVERLAP
+            else:
+                taken_begins.insert(at, begin)
+                taken_ends.insert(at, end)
 
 
 def requests(

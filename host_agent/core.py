@@ -21,7 +21,7 @@ from host_agent.buffers import Buffer
 from host_agent.config import AgentSettings
 from host_agent.memory import MemoryTable, RegisteredMemory, registered_buffer
 from host_agent.namespace import Namespace
-from host_agent.operation import Operation
+from host_agent.operation import Operation, take
 from host_agent.progress import Progress
 from host_agent.registration import Fabrics
 from host_agent.session import DpuSession
@@ -173,7 +173,7 @@ class AgentCore:
         if not 0 < timeout_s <= TIMEOUT_MAX_S:
             raise UserError(f"a timeout lies between 0 and {TIMEOUT_MAX_S:g} s, not {timeout_s:g}")
         template = _UNANSWERED[op]
-        answers = template.copy() if count == 1 else np.repeat(template, count)
+        answers = template.copy() if count == 1 else take(template, np.zeros(count, np.intp))
         return Operation(op, answers, self.clock.monotonic_ns() + int(timeout_s * 1e9))
 
     def slot_class(self, namespace: Namespace) -> SlotClass:

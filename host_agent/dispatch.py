@@ -19,7 +19,7 @@ from host_agent.core import AgentCore
 from host_agent.link import RegionLink
 from host_agent.memory import Spans
 from host_agent.namespace import Namespace
-from host_agent.operation import Indices, Operation, Request
+from host_agent.operation import Indices, Operation, Request, take
 from host_agent.registration import Grants
 from host_agent.topology import SlotClass
 
@@ -148,4 +148,4 @@ def _shares(
         if count:
             shares.append(Share(region.link, order[first : first + count], region.link.grants))
             first += count
-    return shares, entries[order]
+    return shares, take(entries, order)

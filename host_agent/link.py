@@ -23,6 +23,7 @@ from doca_shims.api import (
     Connection,
     ConnectionState,
     Opcode,
+    RecvRequest,
     SendFlags,
     SendRequest,
     ShimError,
@@ -36,6 +37,10 @@ log = logging.getLogger(__name__)
 
 _DPU_SHARE_PERCENT = 90
 """Of the time left that the DPU is given: the rest is for the answer's way back."""
+_SEND, _RECV = Opcode.SEND, Opcode.RECV
+_SIGNALED, _SILENT = SendFlags.SIGNALED, SendFlags.NONE
+_READY, _SUCCESS = ConnectionState.READY, WcStatus.SUCCESS
+"""Members looked up once: on the way of every capsule, an enumeration's attribute costs more than a global."""
 _READ_ID = 1 << 40
 """wr_ids from here are one-sided READs; below they are capsule places."""
 SEND_QUEUE_READS = 64
@@ -209,8 +214,8 @@ class RegionLink:
             signalled = self._unsignalled >= _SIGNAL_EVERY
             if signalled:  # success of the earlier ones is implied, and their queue slots are free again
                 self._unsignalled = 0
-            flags = SendFlags.SIGNALED if signalled else SendFlags.NONE
-            sends.append(SendRequest(place, Opcode.SEND, buffers.fill(place, capsule), flags=flags))
+            flags = _SIGNALED if signalled else _SILENT
+            sends.append(SendRequest(place, _SEND, buffers.fill(place, capsule), 0, 0, flags))
         if not sends:
             return
         try:
@@ -224,15 +229,13 @@ class RegionLink:
             return False
         try:
             completions = connection.poll()
-            reposts = [
-                buffers.recvs[completion.wr_id]
-                for completion in completions
-                if completion.opcode == Opcode.RECV and self._on_receive(completion, buffers)
-            ]
+            reposts: list[RecvRequest] = []
             for completion in completions:
-                if completion.opcode != Opcode.RECV:
+                if completion.opcode != _RECV:
                     self._on_sent(completion)
-            if not self._broken and connection.state is not ConnectionState.READY:
+                elif self._on_receive(completion, buffers):
+                    reposts.append(buffers.recvs[completion.wr_id])
+            if connection.state is not _READY and not self._broken:
                 self._broken = "the other side went away"
             if reposts and not self._broken:
                 connection.post_recv(reposts)
@@ -248,7 +251,7 @@ class RegionLink:
 
     def _on_receive(self, completion: Completion, buffers: CapsuleBuffers) -> bool:
         """Whether the place is to be posted again."""
-        if completion.status is not WcStatus.SUCCESS:
+        if completion.status != _SUCCESS:
             self._broken = self._broken or f"a receive ended with {completion.status.name}"
             return False
         try:
@@ -273,7 +276,7 @@ class RegionLink:
 
     def _on_sent(self, completion: Completion) -> None:
         request = self._reads.pop(completion.wr_id, None)
-        if completion.status is not WcStatus.SUCCESS:
+        if completion.status != _SUCCESS:
             self._broken = self._broken or f"a send ended with {completion.status.name}"
             if request is not None:
                 self._reads[completion.wr_id] = request  # answered once the connection is gone
@@ -289,12 +292,12 @@ class RegionLink:
         self.grants = None
         self.down_reason = reason
         self._poller.detach(self._fd)
-        try:
-            connection.close()
-            if buffers is not None:
-                buffers.close()
-        except ShimError as error:
-            log.warning("closing a connection failed", extra={"region": self.name, "error": str(error)})
+        for owned in (connection, buffers):
+            try:
+                if owned is not None:
+                    owned.close()
+            except ShimError as error:
+                log.warning("closing a connection failed", extra={"region": self.name, "error": str(error)})
         now_ns = self._clock.monotonic_ns()
         orphans = [request for request, _place in self._in_flight.values()]
         orphans.extend(self._reads.values())

@@ -21,6 +21,25 @@ if TYPE_CHECKING:
 Indices: TypeAlias = npt.NDArray[np.intp]
 
 
+_STRUCTURES_MAX_BYTES = 16
+_SLICE_ROWS_MIN = 64
+"""numpy moves structures one by one, except that it picks those of 8 and 16 bytes as fast as numbers. Measured (numpy
+2): 512 of 64 bytes picked in 55 us as structures and in 4 us as rows, 512 of 16 bytes in 2.2 and 3.1 us."""
+
+
+def rows(entries: Entries) -> npt.NDArray[np.uint64]:
+    """The same memory as rows of 64-bit words: every layout of the wire is a multiple of 8 bytes."""
+    return entries.view(np.uint64).reshape(len(entries), entries.itemsize // 8)
+
+
+def take(entries: Entries, order: Indices) -> Entries:
+    """A copy of the entries at `order`."""
+    if entries.itemsize <= _STRUCTURES_MAX_BYTES:
+        return entries[order]
+    taken: Entries = rows(entries).take(order, axis=0).view(entries.dtype).reshape(len(order))
+    return taken
+
+
 class Request:
     """One capsule. `entries` and `sges` are not changed after it was submitted; `positions` says where its answers
     go in those of the operation."""
@@ -72,12 +91,15 @@ class Operation:
     def reorder(self, order: Indices) -> None:
         """Answers come for the blocks at `order` alone, and in that order. Before any request is submitted."""
         self._order = order
-        self._arrived = self.answers[order]
+        self._arrived = take(self.answers, order)
 
     def collect(self) -> Entries:
         """The answers, in the caller's order. Only when done; idempotent."""
         if self._order is not None:
-            self.answers[self._order] = self._arrived
+            if self.answers.itemsize <= _STRUCTURES_MAX_BYTES:
+                self.answers[self._order] = self._arrived
+            else:
+                rows(self.answers)[self._order] = rows(self._arrived)
             self._order = None
         return self.answers
 
@@ -94,7 +116,12 @@ class Operation:
             self._arrived["status"][request.positions] = status
             self.pages.append((aux, entries.copy()))
         elif len(entries) == len(request.entries):
-            self._arrived[request.positions] = entries
+            if len(entries) == len(self._arrived) and self._order is None:
+                self._arrived = self.answers = entries.copy()
+            elif len(entries) < _SLICE_ROWS_MIN:
+                self._arrived[request.positions] = entries
+            else:
+                rows(self._arrived)[request.positions] = rows(entries)
         elif status is not Status.OK and not len(entries):
             self._arrived["status"][request.positions] = status
         else:

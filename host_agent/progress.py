@@ -18,6 +18,7 @@ from host_agent.link import RegionLink
 from host_agent.operation import Operation
 
 log = logging.getLogger(__name__)
+_CLOSE_TIMEOUT_S = 5.0
 
 
 class Progress:
@@ -104,6 +105,10 @@ class Progress:
         os.eventfd_write(self._wake_fd, 1)
         if thread is not None and thread is not threading.current_thread():
             thread.join()
+        # Whoever leads leaves at once, its operation having ended with its link; nobody leads after this.
+        if not self._lead.acquire(timeout=_CLOSE_TIMEOUT_S):
+            log.error("a caller still waits while the client closes")
+            return
         self._epoll.close()
         os.close(self._wake_fd)
 

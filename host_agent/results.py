@@ -90,8 +90,9 @@ class LookupResult:
 
     def __init__(self, answers: Answers) -> None:
         self._answers = answers
-        absent = np.flatnonzero(answers["status"] != Status.OK)
-        self.prefix_blocks = int(absent[0]) if len(absent) else len(answers)
+        absent = answers["status"] != 0
+        first = int(absent.argmax()) if len(answers) else 0
+        self.prefix_blocks = first if len(answers) and absent[first] else len(answers)
         """Length of the longest prefix whose blocks are all present."""
 
     @property

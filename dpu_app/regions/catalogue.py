@@ -110,13 +110,12 @@ class Catalogue:
         return self._has_ttl and self.index.find_one(key_lo, key_hi, namespace) >= 0
 
     def state_of(self, slot: int) -> BlockState:
-        return BlockState(self._window.state_of[slot])
+        return BlockState(self._window.block_state(slot))
 
     def states_of(self, slots: Slots) -> npt.NDArray[np.uint8]:
         """BlockState of each slot; ABSENT for -1."""
-        states: npt.NDArray[np.uint8] = np.where(
-            slots < 0, np.uint8(BlockState.ABSENT), self._window.block_state[slots]
-        )
+        states = self._window.block_states(slots.tolist())
+        states[slots < 0] = BlockState.ABSENT
         return states
 
     def leased_or_moving(self, slot: int) -> bool:

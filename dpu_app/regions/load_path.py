@@ -16,12 +16,13 @@ import xxhash
 from common.status import BlockState, Status
 from common.wire import EntryFlags, Flags, Op, StatId
 from doca_shims.api import FlashOp, Opcode, SendFlags, SendRequest, Sge
-from dpu_app.regions import memory_list
+from dpu_app.regions import memory_list, staged_batches
 from dpu_app.regions.batch import Batch
+from dpu_app.regions.catalogue import Slots
 from dpu_app.regions.context import Context
 from dpu_app.regions.flash_queue import FlashJob, Priority
 from dpu_app.regions.memory_list import FLAGS, LENGTH, OFFSET
-from dpu_app.regions.presence import FEW, find
+from dpu_app.regions.presence import FEW, find_slots
 from dpu_app.regions.sessions import TRANSFER_WRS_MAX, Transfer
 from dpu_app.regions.window import FrameState, aligned_length
 
@@ -64,8 +65,11 @@ class LoadPath:
     def start(self, batch: Batch) -> None:
         """RETRIEVE and PREFETCH."""
         prefetch = batch.op is Op.PREFETCH
+        found = find_slots(self._context, batch)
+        if not prefetch and not isinstance(found, list) and staged_batches.deliver(self._context, batch, found):
+            return
         self._context.stats.add(StatId.PREFETCHES if prefetch else StatId.RETRIEVES, len(batch.rows))
-        slots = self.find(batch)
+        slots = self.use(batch, found)
         priority = Priority.PREFETCH if prefetch else Priority.DEMAND
         if prefetch and not batch.capsule.flags & _TO_HOST:
             self.stage(batch, slots, priority, self._staged_on_dpu)
@@ -73,11 +77,10 @@ class LoadPath:
             self._place(batch, slots)
             self.stage(batch, slots, priority, self._deliver)
 
-    def find(self, batch: Batch) -> Sequence[int]:
-        """Slots of the batch's blocks, which count as used. Entries of foreign namespaces and absent blocks are
-        answered, and have slot -1."""
+    def use(self, batch: Batch, found: list[int] | Slots) -> list[int]:
+        """Count the blocks found as used and answer MISS for the others, whose slot is -1."""
         context = self._context
-        slots = find(context, batch)
+        slots = found if isinstance(found, list) else found.tolist()
         if min(slots, default=0) < 0:
             missing = [entry for entry in batch.open_entries() if slots[entry] < 0]
             context.stats.add(StatId.RETRIEVE_MISSES, len(missing))
@@ -130,7 +133,7 @@ class LoadPath:
                 self._context.queue.promote(load.job)
             load.priority = priority
         load.waiters.append((batch, entry, staged))
-        batch.loads.add(load)
+        batch.loads[load] = None
 
     def pump(self) -> None:
         """Start loads for which there are frames; demand before prefetch."""
@@ -171,7 +174,7 @@ class LoadPath:
             return
         context.window.settle(load.frame)
         for batch, entry, staged in load.waiters:
-            batch.loads.discard(load)
+            batch.loads.pop(load, None)
             if not batch.closed:
                 staged(batch, entry, load.frame)
 
@@ -181,7 +184,7 @@ class LoadPath:
         context.window.drop(load.frame)
         context.catalogue.forget(load.slot, lambda _: None)
         for batch, entry, _ in load.waiters:
-            batch.loads.discard(load)
+            batch.loads.pop(load, None)
             context.stats.add(StatId.RETRIEVE_MISSES)
             batch.resolve(entry, Status.MISS)
 
@@ -289,7 +292,7 @@ class LoadPath:
         """The WRITEs are posted and the answer will follow them in order."""
         context = self._context
         index, window = context.catalogue.index, context.window
-        lengths, checksums, states, slots = index.length_of, index.checksum_of, window.state_of, window.slot
+        lengths, checksums, slots = index.length_of, index.checksum_of, window.slot
         memory, rows = batch.memory, batch.rows
         moved = 0
         for entry, frame in group:
@@ -297,7 +300,7 @@ class LoadPath:
             pieces = memory[entry]
             count = pieces[0][1] if len(pieces) == 1 else sum([piece[1] for piece in pieces])
             moved += count
-            state = states[slot] if slot >= 0 else BlockState.ABSENT
+            state = window.block_state(slot) if slot >= 0 else BlockState.ABSENT
             if slot >= 0 and count == lengths[slot]:
                 checksum = checksums[slot]
             elif slot < 0 or rows[entry][FLAGS] & _WANT_CHECKSUM:

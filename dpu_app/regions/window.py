@@ -8,6 +8,7 @@ the frames lie a few table pages, the aligned buffers of slot-table writes. Owne
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -59,9 +60,9 @@ class WindowLayout:
 
 
 class Window:
-    """`address` and `view` are the memory's; `view` has `layout.memory_bytes` bytes. `slots` is the region's."""
+    """`address` and `view` are the memory's; `view` has `layout.memory_bytes` bytes."""
 
-    def __init__(self, layout: WindowLayout, address: int, view: memoryview, slots: int) -> None:
+    def __init__(self, layout: WindowLayout, address: int, view: memoryview) -> None:
         self.layout = layout
         self.frame_bytes = layout.frame_bytes
         self._base = address
@@ -74,9 +75,8 @@ class Window:
         self.generation = [0] * layout.frames
         self.frame_of: dict[int, int] = {}
         """slot -> frame, whole blocks only (DIRTY or CLEAN)."""
-        self.block_state: npt.NDArray[np.uint8] = np.full(slots, BlockState.FLASH, np.uint8)
-        """Per slot that holds a block, its BlockState."""
-        self.state_of = self.block_state.data  # the same, faster one by one
+        self._block_state = np.full(layout.frames + 1, BlockState.FLASH, np.uint8)
+        """Per frame, of the block in it; the last is that of a block in no frame, whose frame is -1."""
         self._unsettled = 0  # FILLING and DIRTY
         self._table_buffers = list(range(TABLE_BUFFERS))
 
@@ -108,6 +108,15 @@ class Window:
     def referenced(self) -> int:
         return sum(1 for count in self.references if count)
 
+    def block_state(self, slot: int) -> int:
+        """BlockState of a block of the region."""
+        return int(self._block_state[self.frame_of.get(slot, -1)])
+
+    def block_states(self, slots: Sequence[int]) -> npt.NDArray[np.uint8]:
+        """`block_state` of many."""
+        frame_of = self.frame_of
+        return self._block_state[[frame_of.get(slot, -1) for slot in slots]]
+
     # ---------------------------------------------------------------- life of a frame
 
     def take(self, slot: int, state: FrameState) -> int:
@@ -127,7 +136,6 @@ class Window:
             if self.references[frame] == 0:
                 del self._clean[frame]
                 del self.frame_of[slot]
-                self.state_of[slot] = BlockState.FLASH
                 return frame
         return -1
 
@@ -137,7 +145,7 @@ class Window:
         self.state[frame] = FrameState.DIRTY
         slot = self.slot[frame]
         self.frame_of[slot] = frame
-        self.state_of[slot] = BlockState.STAGED
+        self._block_state[frame] = BlockState.STAGED
 
     def settle(self, frame: int) -> None:
         """DIRTY or LOADING -> CLEAN: the block is whole here and on flash."""
@@ -148,7 +156,7 @@ class Window:
         self.state[frame] = FrameState.CLEAN
         slot = self.slot[frame]
         self.frame_of[slot] = frame
-        self.state_of[slot] = BlockState.STAGED_AND_FLASH
+        self._block_state[frame] = BlockState.STAGED_AND_FLASH
         self._clean[frame] = slot
 
     def drop(self, frame: int) -> None:
@@ -161,7 +169,6 @@ class Window:
         if state in (FrameState.DIRTY, FrameState.CLEAN):
             slot = self.slot[frame]
             del self.frame_of[slot]
-            self.state_of[slot] = BlockState.FLASH
             self._clean.pop(frame, None)
         self.slot[frame] = -1
         if self.references[frame]:
@@ -176,6 +183,21 @@ class Window:
     def touch(self, frame: int) -> None:
         if frame in self._clean:
             self._clean.move_to_end(frame)
+
+    def touch_all(self, frames: Sequence[int]) -> None:
+        clean = self._clean
+        for frame in frames:
+            if frame in clean:
+                clean.move_to_end(frame)
+
+    def hold_all(self, frames: Sequence[int]) -> None:
+        references = self.references
+        for frame in frames:
+            references[frame] += 1
+
+    def unhold_all(self, frames: Sequence[int]) -> None:
+        for frame in frames:
+            self.unhold(frame)
 
     def hold(self, frame: int) -> None:
         self.references[frame] += 1

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from doca_shims import contract
+from doca_shims.api import WcStatus
+from doca_shims.contract_harness import Pair, collect, statuses
 from doca_shims.registry import create_fabric
 
 _OPTIONS = {"rnr_timeout_s": "0.3", "transport_timeout_s": "0.6"}
@@ -23,6 +27,29 @@ def harness(request: pytest.FixtureRequest, tmp_path: Path) -> contract.FabricHa
 
     make: Callable[[], str] = new_address
     return contract.FabricHarness(backend, _OPTIONS, lambda: create_fabric(backend, _OPTIONS), make, 5.0)
+
+
+def test_a_forked_child_keeps_no_connection_and_no_address_alive(harness: contract.FabricHarness) -> None:
+    with Pair(harness, recvs=1) as pair:
+        listener = pair.fabric.listen(harness.new_address())
+        ours, childs = os.pipe()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons dislike fork beside threads
+            child = os.fork()
+        if child == 0:
+            os.close(childs)
+            os.read(ours, 1)  # until the parent has seen enough
+            os._exit(0)
+        try:
+            pair.a.connection.close()
+            assert statuses(collect(pair.b.connection, 1)) == [WcStatus.WR_FLUSH_ERR]
+            address = listener.address
+            listener.close()
+            pair.fabric.listen(address).close()
+        finally:
+            os.close(childs)
+            os.close(ours)
+            os.waitpid(child, 0)
 
 
 @pytest.mark.parametrize("name", list(contract.CHECKS))

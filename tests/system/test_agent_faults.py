@@ -69,7 +69,7 @@ def settings(place: Place, fabric: str, dpus: int = 1) -> PodSettings:
         fabric=fabric,
         capacity_bytes=64 << 20,
         slot_bytes=BLOCK,
-        window_bytes=16 << 20,
+        window_bytes=32 << 20,
         session_ttl_s=TTL_S,
         run_dir=place.run_dir,
         flash_dir=place.flash_dir,
@@ -283,3 +283,46 @@ def test_clients_come_and_go_without_a_trace(place: Place) -> None:
         assert own[-1] <= own[1], "gRPC keeps some of its own; it must not grow"
         until(lambda: held(watcher) == before, "sessions, leases, work and frames as before")
         until(lambda: descriptors(pids) == descriptors_before, "descriptors as before")
+
+
+@pytest.mark.parametrize("fabric", FABRICS)
+def test_odd_blocks_have_their_own_answers(place: Place, fabric: str) -> None:
+    with running(place, fabric) as pod, connect(pod) as client:
+        namespace = client.namespace(record("acme"))
+        memory, array = filled(client, 6)
+        keys = keys_of(namespace, 0)
+        stored = client.store(namespace, keys[:4], memory.spans([0, 0, 0, 0], [0, BLOCK + 1, BLOCK, 1]))
+        assert stored.status.tolist() == [Status.BAD_LENGTH, Status.TOO_LARGE, Status.OK, Status.OK]
+        where = [BLOCK, 2 * BLOCK, 2 * BLOCK + 1, 3 * BLOCK]
+        loaded = client.retrieve(namespace, [keys[2], keys[3], keys[3], keys[0]], memory.spans(where, [BLOCK, 2, 1, 1]))
+        assert loaded.status.tolist() == [Status.OK, Status.BAD_RANGE, Status.OVERLAP, Status.MISS]
+        assert loaded[1].length == 1, "the block's own length is told"
+        past_end = client.retrieve(namespace, keys[2:3], memory.spans(BLOCK, 10), offset=BLOCK - 9)
+        assert past_end[0].status is Status.BAD_RANGE
+        whole = client.retrieve(namespace, keys[2:4], memory.blocks([4, 5], BLOCK), whole=True, verify=True)
+        assert whole.length.tolist() == [BLOCK, 1]
+        assert (array[4 * BLOCK : 5 * BLOCK] == array[:BLOCK]).all()
+        tail = client.retrieve(namespace, keys[2:3], memory.spans(6 * BLOCK, 100), offset=BLOCK - 100, verify=True)
+        assert tail.all_ok
+        assert (array[6 * BLOCK : 6 * BLOCK + 100] == array[BLOCK - 100 : BLOCK]).all()
+        assert client.store(namespace, [], []).all_ok
+        assert client.lookup(namespace, keys[:4]).present.tolist() == [False, False, True, True]
+
+
+@pytest.mark.parametrize("fabric", FABRICS)
+def test_batches_of_every_size_and_memory_that_was_given(place: Place, fabric: str) -> None:
+    with running(place, fabric, dpus=2) as pod, connect(pod) as client:
+        namespace = client.namespace(record("acme"))
+        source = np.random.default_rng(7).integers(0, 256, 1300 * 1024, np.uint8)
+        target = bytearray(1300 * 1024)
+        with client.register(source) as here, client.register(target) as there:
+            for turn, count in enumerate((1, 2, 511, 512, 513, 1300)):
+                keys = [block_key(namespace.digest, None, [1000 + turn, number]) for number in range(count)]
+                places = np.arange(count)
+                assert client.store(namespace, keys, here.blocks(places, 1024), verify=True).all_ok
+                results = client.retrieve(namespace, keys, there.blocks(places, 1024), verify=True)
+                assert results.all_ok
+                assert target[: count * 1024] == source[: count * 1024].tobytes()
+                assert client.lookup(namespace, [*keys, bytes(16)]).prefix_blocks == count
+                target[:] = bytes(len(target))
+                assert client.delete(namespace, keys).all_ok

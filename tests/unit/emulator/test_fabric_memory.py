@@ -61,18 +61,19 @@ def test_close_waits_for_its_regions() -> None:
         memory.hold()
 
 
-def test_private_pages_keep_their_bytes_and_lose_the_writer() -> None:
-    memory = MemfdMemory(5 * 4096, 4096)
+@pytest.mark.parametrize("page", page_sizes_bytes())
+def test_private_pages_keep_their_bytes_and_lose_the_writer(page: int) -> None:
+    memory = MemfdMemory(5 * page, page)
     assert memory.fd is not None
-    other = mmap.mmap(memory.fd, 5 * 4096)
-    memory.view[:] = bytes(range(256)) * 80
+    other = mmap.mmap(memory.fd, 5 * page)
+    memory.view[:] = bytes(range(256)) * (5 * page // 256)
     before = bytes(memory.view)
-    memory.make_private(memory.address + 5000, 100)
+    memory.make_private(memory.address + page + 1000, 100)
     assert bytes(memory.view) == before
     assert memory.fd is None
     other[:] = b"\xee" * len(other)
-    assert bytes(memory.view[4096:8192]) == before[4096:8192]
-    assert bytes(memory.view[:4096]) == b"\xee" * 4096
+    assert bytes(memory.view[page : 2 * page]) == before[page : 2 * page]
+    assert bytes(memory.view[:page]) == b"\xee" * page
     other.close()
     memory.close()
 

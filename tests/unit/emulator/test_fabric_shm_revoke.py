@@ -180,7 +180,7 @@ def test_a_suspension_without_end_is_an_error(pair: Pair, monkeypatch: pytest.Mo
 
 
 def test_what_is_read_while_the_region_goes_is_not_a_success(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = fabric_shm_initiator._memmove
+    real = fabric_shm_initiator._memmove_short
 
     def revoked_meanwhile(to: int, source: int, count: int) -> None:
         real(to, source, count)
@@ -188,6 +188,6 @@ def test_what_is_read_while_the_region_goes_is_not_a_success(pair: Pair, monkeyp
         assert isinstance(domain, fabric_shm_domain.ShmDomain)
         domain._table.mark(domain._slots[pair.b.region.rkey], fabric_shm_pages.REVOKED)
 
-    monkeypatch.setattr(fabric_shm_initiator, "_memmove", revoked_meanwhile)
+    monkeypatch.setattr(fabric_shm_initiator, "_memmove_short", revoked_meanwhile)
     pair.a.connection.post_send([pair.a.transfer(1, Opcode.RDMA_READ, (0, 8), pair.b.at(0))])
     assert statuses(collect(pair.a.connection, 1)) == [WcStatus.REM_ACCESS_ERR]

@@ -457,3 +457,47 @@ def test_statistics_by_region(make_dpu: MakeDpu, make_client: MakeClient) -> Non
     client = make_client(make_dpu(regions=2))
     stats = client.stat()
     assert stats == {f"dpu0/dpu0-r{i}": {wire.StatId.SLOTS_USED: 0} for i in range(2)}
+
+
+def test_closing_ends_calls_that_are_under_way(make_dpu: MakeDpu, make_client: MakeClient) -> None:
+    dpu = make_dpu()
+    client = make_client(dpu)
+    namespace = client.namespace(record())
+    dpu.regions[0].script = _silent
+    answers: list[Any] = []
+    threads = [threading.Thread(target=lambda: answers.append(client.lookup(namespace, KEYS))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    _until(lambda: len(dpu.regions[0].held) == 3)
+    client.close()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    assert len(answers) == 3
+    assert all(set(found.status.tolist()) == {Status.DISCONNECTED} for found in answers)
+
+
+def test_an_interrupted_call_leaves_memory_alone(
+    make_dpu: MakeDpu, make_client: MakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dpu = make_dpu()
+    client = make_client(dpu)
+    namespace = client.namespace(record())
+    source, target = _filled(client, 1), client.allocate(BLOCK)
+    client.store(namespace, KEYS[:1], source.spans(0, BLOCK))
+    region = dpu.regions[0]
+    region.script = _silent
+
+    def interrupt(_timeout_s: float) -> None:
+        _until(lambda: region.held)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(client.core.progress, "_sleep", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        client.retrieve(namespace, KEYS[:1], target.spans(0, BLOCK))
+    monkeypatch.undo()
+    region.script = None
+    assert region.release_held() == [False]
+    assert not any(target.view)
+    _until(lambda: client.regions[0].link.up)
+    assert client.retrieve(namespace, KEYS[:1], target.spans(0, BLOCK), verify=True).all_ok

@@ -110,7 +110,7 @@ class World:
             format_region(self.flash, self.memory, "r", SLOT_BYTES, now_s=START_S)
         self.region = open_region(self.flash, self.memory, self._eviction, now_s=self.clock.wall_ns() // 10**9)
         self.slots = self.region.superblock.geometry.slots
-        self.window = Window(layout, self.memory.address, self.memory.view, self.slots)
+        self.window = Window(layout, self.memory.address, self.memory.view)
         self.leases = LeaseLedger()
         self.engine = RegionEngine(
             self.settings,
