@@ -199,6 +199,7 @@ class World:
             client.disconnected()
         for block in self.truth.blocks.values():
             block.pinned_at = NEVER
+            block.sure = False
             if self.scenario.faults.lost_write:
                 block.gone_at = NEVER
         self.survivors = survivors
@@ -224,6 +225,7 @@ class World:
         for block in self.survivors:
             if block.excused:
                 continue
+            block.sure = True
             require(id(block) in present, f"block {block.number}, on flash before, is not there after recovery")
         if self.random.random() < 0.5:
             self._read_survivors()
