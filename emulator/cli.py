@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from common import config, units
-from common.errors import EntresolError
+from common.errors import EntresolError, UserError
 from emulator.compare import compare
 from emulator.demo import DemoSettings, run_demo
 from emulator.demo_report import DemoReport, RequestOutcome, print_demo
@@ -59,6 +59,9 @@ class _Group(click.Group):
         except EntresolError as error:
             click.echo(f"entresol-emu: {error}", err=True)
             ctx.exit(error.exit_code)
+        except config.FieldError as error:  # of settings that options made, not a file
+            click.echo(f"entresol-emu: {error.field}: {error}", err=True)
+            ctx.exit(UserError.exit_code)
 
 
 @click.group(cls=_Group)
@@ -84,9 +87,6 @@ def pod_options(function: F) -> F:
         click.option("--dpus", type=int, help="DPU processes."),
         click.option("--regions", type=int, help="Region workers of each DPU."),
         click.option("--fabric", type=click.Choice(FABRICS), help="How agents reach the DPUs."),
-        click.option("--capacity", "capacity_bytes", type=SIZE, help="Flash of each region, such as 1GiB."),
-        click.option("--slot", "slot_bytes", type=SIZE, help="Largest block, such as 256KiB."),
-        click.option("--window", "window_bytes", type=SIZE, help="Staging memory of each region."),
         click.option("--flash-driver", help="auto, io_uring or thread_pool."),
         click.option("--eviction", help="s3fifo, lru, fifo or sieve."),
         click.option("--flash-dir", type=click.Path(file_okay=False, path_type=Path), help="On a disk, for O_DIRECT."),
@@ -96,18 +96,29 @@ def pod_options(function: F) -> F:
     return function
 
 
+def size_options(function: F) -> F:
+    """Of those, the ones that a command may choose for itself."""
+    for option in (
+        click.option("--capacity", "capacity_bytes", type=SIZE, help="Flash of each region, such as 1GiB."),
+        click.option("--window", "window_bytes", type=SIZE, help="Staging memory of each region."),
+    ):
+        function = option(function)
+    return function
+
+
 def settings_from(config_path: Path | None, options: dict[str, Any], **defaults: Any) -> PodSettings:
-    """The configuration file, or `defaults`, with the options that were given on top. Raises UserError."""
+    """The configuration file, or `defaults`, with the options that were given on top.
+
+    Raises UserError, FieldError.
+    """
     base = config.load_file(config_path, PodSettings) if config_path else PodSettings(**defaults)
-    given = {name: value for name, value in options.items() if value is not None}
-    try:
-        return dataclasses.replace(base, **given)
-    except config.FieldError as error:
-        raise config.ConfigError("options", [config.Problem(0, error.field, str(error))]) from error
+    return dataclasses.replace(base, **{name: value for name, value in options.items() if value is not None})
 
 
 @main.command()
 @pod_options
+@size_options
+@click.option("--slot", "slot_bytes", type=SIZE, help="Largest block, such as 256KiB.")
 @click.option("--json", "as_json", is_flag=True, help="For scripts.")
 def up(config_path: Path | None, as_json: bool, **options: Any) -> None:
     """Start a pod and return once every region serves. It runs until 'entresol-emu down'."""
@@ -143,13 +154,14 @@ def status(ctx: click.Context, run_dir: Path | None, as_json: bool) -> None:
 
 @main.command()
 @pod_options
+@size_options
 @click.option("--trace", type=click.Path(path_type=Path), help="Requests in the Mooncake trace format, JSON lines.")
 @click.option("--requests", type=click.IntRange(1), default=96, show_default=True, help="How many to replay.")
 @click.option("--seed", type=int, default=1, show_default=True, help="Of the generated workload.")
 @click.option("--agents", type=click.IntRange(1, 16), default=2, show_default=True, help="GPU-node processes.")
 @click.option("--tp", "tp_size", type=click.IntRange(1), default=8, show_default=True, help="Ranks that share the KV.")
 @click.option("--block-tokens", type=click.IntRange(16), default=16, show_default=True, help="Whole 16-token pages.")
-@click.option("--batch", "batch_blocks", type=click.IntRange(1), default=64, show_default=True, help="Blocks a call.")
+@click.option("--batch", "batch_blocks", type=click.IntRange(0), default=0, help="Blocks a call.  [default: up to 64]")
 @click.option("--scatter", is_flag=True, help="Blocks in one piece a layer, as engines hold them, not gathered yet.")
 @click.option("--keep", is_flag=True, help="Leave the pod up, and say what to try.")
 @click.option("--json", "as_json", is_flag=True, help="For scripts.")

@@ -35,6 +35,8 @@ from emulator.workload import BlockShape, WorkloadGenerator, WorkloadSettings
 from host_agent.config import NamespaceSettings
 
 _REQUEST_TIMEOUT_S: Final = 120.0
+_BATCH_BLOCKS_MAX: Final = 64
+_FRAMES_PER_BATCH_BLOCK: Final = 16
 _FLUSH_TIMEOUT_S: Final = 20.0
 _FLUSH_POLL_S: Final = 0.05
 
@@ -52,7 +54,9 @@ class DemoSettings:
     model: str = "Llama-3-8B"
     tp_size: int = 8
     block_tokens: int = 16
-    batch_blocks: int = 64
+    batch_blocks: int = 0
+    """Of one call; 0: up to 64, and no more than a sixteenth of the windows' frames, so that two nodes that store do
+    not fill them with what has not reached flash."""
     scatter: bool = False
     """See `emulator.replay.Replayer`."""
 
@@ -67,7 +71,9 @@ class DemoSettings:
         named: dict[str, Any] = {name: None if value is UNKNOWN else value for name, value in record.items()}
         slot_bytes = -(-shape.block_bytes // BLOCK_BYTES) * BLOCK_BYTES
         pod = dataclasses.replace(pod, slot_bytes=slot_bytes, namespace=NamespaceSettings(**named))
-        return dataclasses.replace(settings, pod=pod)
+        frames = pod.dpus * pod.regions * (pod.window_bytes // slot_bytes)
+        batch_blocks = settings.batch_blocks or max(1, min(_BATCH_BLOCKS_MAX, frames // _FRAMES_PER_BATCH_BLOCK))
+        return dataclasses.replace(settings, pod=pod, batch_blocks=batch_blocks)
 
     def shape(self) -> BlockShape:
         """Raises UserError."""

@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from common.errors import UserError
+from common.errors import UnavailableError, UserError
 from common.identity import UNKNOWN, NamespaceRecord
 from common.status import BlockState, Status
 from common.units import approximate_size, format_size
@@ -32,11 +32,15 @@ from host_agent.client import Client
 from host_agent.limits import SocketPeer
 from host_agent.memory import RegisteredMemory
 from host_agent.results import Bools
+from host_agent.session import client_version
 
 KEY_BYTES: Final = 16
 _SETTLE_TIMEOUT_S: Final = 30.0
 _SETTLE_POLL_S: Final = 0.01
-_LOOKUP_CALLS: Final = 64
+_SMALL_BYTES: Final = 4096
+_SMALL_CALLS: Final = 64
+_SMALL_STEP: Final = 8
+"""Few enough that no region refuses them for the frames that wait for flash."""
 _COLD_BYTES_MAX: Final = 8 << 30
 """No more is stored to push blocks out of the windows. Blocks of others are never evicted for it."""
 _DAMAGE_STEP_WORDS: Final = 512
@@ -141,7 +145,7 @@ class Bench:
                     self._told(f"{format_size(size)}, cold")
                     cells += self._cold(limits, source, destination, size)
             self._told("LOOKUP")
-            lookups = self._lookups(limits.peer)
+            round_trips = self._round_trips(limits.peer)
         return {
             "machine": _machine(),
             "settings": {"rounds": settings.rounds, "blocks_per_round": settings.blocks},
@@ -150,7 +154,7 @@ class Bench:
             "wrong": self._wrong,
             "limits": limits.rows(),
             "cells": [cell.as_dict(limits.of(cell.operation, cell.block_bytes, cell.batch)) for cell in cells],
-            "lookup": lookups,
+            "round_trips": round_trips,
         }
 
     def _staged(
@@ -242,7 +246,7 @@ class Bench:
         deadline_s = monotonic() + _SETTLE_TIMEOUT_S
         while (self._client.lookup(self._namespace, keys).state == BlockState.STAGED).any():
             if monotonic() > deadline_s:
-                raise UserError(f"blocks were still not on flash after {_SETTLE_TIMEOUT_S:g} s")
+                raise UnavailableError(f"blocks were still not on flash after {_SETTLE_TIMEOUT_S:g} s")
             sleep(_SETTLE_POLL_S)
 
     def _fill(self, memory: RegisteredMemory, keys: Sequence[bytes], size: int) -> None:
@@ -260,32 +264,61 @@ class Bench:
             if offset is not None:
                 self._wrong.append(f"block {key.hex()} of {size} bytes differs at byte {offset}")
 
-    def _lookups(self, peer: SocketPeer) -> dict[str, Any]:
-        """Keys a second and latency, next to a bare round trip of 64 bytes."""
-        rows: dict[int, list[float]] = {batch: [] for batch in self._settings.lookup_batches}
-        pings: list[float] = []
-        for _number in range(self._settings.rounds):
-            pings += peer.ping_s()
-            for batch, times in rows.items():
-                keys = _fresh_keys(batch)
-                for _call in range(_LOOKUP_CALLS):
-                    started = perf_counter()
-                    self._client.lookup(self._namespace, keys)
-                    times.append(perf_counter() - started)
-        ping_us = statistics.median(pings) * 1e6
+    def _round_trips(self, peer: SocketPeer) -> dict[str, Any]:
+        """Where no bytes to speak of move: LOOKUP of present keys, and RETRIEVE of one small staged block, next to a
+        bare round trip."""
+        settings = self._settings
+        calls_s: dict[tuple[str, int], list[float]] = {("lookup", batch): [] for batch in settings.lookup_batches}
+        calls_s["retrieve", 1] = []
+        keys = _fresh_keys(max(settings.lookup_batches))
+        pings_s: list[float] = []
+        with self._client.allocate(_SMALL_BYTES) as memory:
+            try:
+                self._store_small(memory, keys)
+                for _number in range(settings.rounds):
+                    pings_s += peer.ping_s()
+                    for (operation, batch), times in calls_s.items():
+                        times += self._time_small(operation, memory, keys[-batch:])
+            finally:
+                self._client.delete(self._namespace, keys)
+        ping_us = statistics.median(pings_s) * 1e6
         return {
             "ping_p50_us": ping_us,
             "rows": [
                 {
+                    "operation": operation,
                     "batch": batch,
                     "keys_per_s": batch / statistics.median(times),
                     "p50_us": statistics.median(times) * 1e6,
                     "p99_us": float(np.percentile(times, 99)) * 1e6,
                     "of_ping": statistics.median(times) * 1e6 / ping_us,
                 }
-                for batch, times in rows.items()
+                for (operation, batch), times in calls_s.items()
             ],
         }
+
+    def _store_small(self, memory: RegisteredMemory, keys: Sequence[bytes]) -> None:
+        """The same bytes under every key; the last keys are staged, as the windows hold them."""
+        for start in range(0, len(keys), _SMALL_STEP):
+            part = keys[start : start + _SMALL_STEP]
+            results = self._client.store(self._namespace, part, memory.spans([0] * len(part), _SMALL_BYTES))
+            if not results.all_ok:
+                raise UnavailableError(f"the pod does not take blocks of {format_size(_SMALL_BYTES)}: {results}")
+            self._settle(part)
+
+    def _time_small(self, operation: str, memory: RegisteredMemory, keys: Sequence[bytes]) -> list[float]:
+        times: list[float] = []
+        place = memory.spans([0], _SMALL_BYTES)
+        for _call in range(_SMALL_CALLS):
+            started = perf_counter()
+            if operation == "lookup":
+                good = self._client.lookup(self._namespace, keys).prefix_blocks == len(keys)
+            else:
+                good = self._client.retrieve(self._namespace, keys, place, verify=self._settings.verify).all_ok
+            times.append(perf_counter() - started)
+            if not good:
+                raise UnavailableError(f"the pod lost blocks during the benchmark ({operation})")
+        return times
 
 
 def _fresh_keys(count: int) -> list[bytes]:
@@ -299,11 +332,23 @@ def _verification_text(inside: bool) -> str:
 
 def _machine() -> dict[str, Any]:
     return {
+        "entresol": client_version(),
+        "cpu": _cpu_name(),
         "cpus": len(os.sched_getaffinity(0)),
         "kernel": platform.release(),
         "machine": platform.machine(),
         "python": platform.python_version(),
     }
+
+
+def _cpu_name() -> str:
+    """As Linux names it; where it does not (Arm), the architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
 
 
 def _bench_record(tenant: str) -> NamespaceRecord:

@@ -35,10 +35,10 @@ def print_bench(result: Mapping[str, Any], console: Console, title: str = "") ->
         for cell in cells:
             table.add_row(format_size(cell["block_bytes"]), str(cell["batch"]), *_figures(cell, limits))
         console.print(table)
-    _print_lookup(result["lookup"], console, title)
+    _print_round_trips(result["round_trips"], console, title)
     machine = result["machine"]
     console.print(
-        f"of: share of this machine's limits ({machine['cpus']} CPUs, Linux {machine['kernel']}), in the last "
+        f"of: share of this machine's limits ({machine['cpus']} x {machine['cpu']}), in the last "
         f"columns; all are medians of {result['settings']['rounds']} rounds, measured in turn. "
         "Limits: a memmove for each "
         "block; a blocking TCP socket, asked and answered call by call; preadv with O_DIRECT in 16 threads (flash). "
@@ -70,17 +70,19 @@ def _figures(cell: Mapping[str, Any], limits: Sequence[str]) -> list[str]:
     ]
 
 
-def _print_lookup(lookup: Mapping[str, Any], console: Console, title: str) -> None:
-    table = Table(title=f"LOOKUP, {title}".rstrip(", "), box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-    for heading in ("batch", "round trips", "M keys/s", "p50 us", "p99 us"):
+def _print_round_trips(trips: Mapping[str, Any], console: Console, title: str) -> None:
+    table = Table(title=f"Round trips, {title}".rstrip(", "), box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    table.add_column("")
+    for heading in ("batch", "of ping", "p50 us", "p99 us", "M keys/s"):
         table.add_column(heading, justify="right")
-    for row in lookup["rows"]:
+    for row in trips["rows"]:
         table.add_row(
+            "LOOKUP" if row["operation"] == "lookup" else "RETRIEVE of 4 KiB",
             str(row["batch"]),
             f"{row['of_ping']:.1f}",
-            f"{row['keys_per_s'] / 1e6:.3f}",
             f"{row['p50_us']:.0f}",
             f"{row['p99_us']:.0f}",
+            f"{row['keys_per_s'] / 1e6:.3f}",
         )
     console.print(table)
-    console.print(f"A bare round trip of 64 bytes over a Unix socket: {lookup['ping_p50_us']:.0f} us.")
+    console.print(f"ping: 64 bytes there and back over a Unix socket, {trips['ping_p50_us']:.0f} us.", highlight=False)

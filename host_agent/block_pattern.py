@@ -49,24 +49,32 @@ class BlockPattern:
 
         Raises ValueError like `fill`.
         """
-        words = self._words(block)
-        for start in range(0, len(words), _CHUNK_WORDS):
-            part = words[start : start + _CHUNK_WORDS]
-            expected = self._tape[start : start + len(part)]
-            if not self._equal(key, part, self._scratch[: len(part)], expected):
-                return start * WORD_BYTES + _first_difference(key, part, expected)
-        return None
+        return self._mismatch_from(key, self._words(block), 0)
 
     def first_mismatch_pieces(self, key: bytes, pieces: Words) -> int | None:
         """`first_mismatch` for a block that lies in pieces, as `fill_pieces` takes them. The offset is the block's."""
         piece_words: int = pieces.shape[1]
-        rows = max(1, _CHUNK_WORDS // piece_words)
-        for first in range(0, len(pieces), rows):
-            part = pieces[first : first + rows]
+        rows = _CHUNK_WORDS // piece_words
+        for first in range(0, len(pieces), max(1, rows)):
             start = first * piece_words
+            if rows == 0:
+                offset = self._mismatch_from(key, pieces[first], start)
+                if offset is not None:
+                    return offset
+                continue
+            part = pieces[first : first + rows]
             expected = self._tape[start : start + part.size]
             if not self._equal(key, part, self._scratch[: part.size].reshape(part.shape), expected):
                 return start * WORD_BYTES + _first_difference(key, part, expected)
+        return None
+
+    def _mismatch_from(self, key: bytes, words: Words, first: int) -> int | None:
+        """Of contiguous `words` that stand in the block from word `first` on."""
+        for start in range(0, len(words), _CHUNK_WORDS):
+            part = words[start : start + _CHUNK_WORDS]
+            expected = self._tape[first + start : first + start + len(part)]
+            if not self._equal(key, part, self._scratch[: len(part)], expected):
+                return (first + start) * WORD_BYTES + _first_difference(key, part, expected)
         return None
 
     @staticmethod

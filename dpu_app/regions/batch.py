@@ -47,7 +47,7 @@ class Batch:
         self.deadline_ns = deadline_ns
         self.closed = False
         self.remaining = count
-        self.loads: set[Load] = set()
+        self.loads: dict[Load, None] = {}  # a set would be left in the order of addresses: not repeatable
         self.aux = 0
         self.memory: list[list[Piece]] = []
         """Per entry the client memory it names; for operations that move data."""

@@ -25,6 +25,8 @@ _ONE = np.uint64(1)
 _LANE_OF_BYTE = np.uint64(0x0001020304050607)
 _SEVEN = np.uint64(7)
 _TOP = np.uint64(56)
+_ADD_PIECE = 1 << 14
+"""Keys placed at a time: more, and too many meet at one cell; fewer, and numpy's calls weigh more than the work."""
 _PIECE = 1 << 15
 """Keys that `finish` handles at a time, so that temporaries stay in the cache."""
 _FEW = 64
@@ -48,11 +50,12 @@ class BulkLoad:
 
     def add(self, slots: Slots, hashes: U64s) -> None:
         """Place slots whose columns are set. `hashes` are the index's, of their keys."""
-        tags, first, second = self._hash.places_many(hashes)
-        full = self._place(slots, tags, first.view(np.int64))
-        if len(full):
-            crowded = self._place(slots[full], tags[full], second[full].view(np.int64))
-            self._homeless.append(slots[full[crowded]])
+        for start in range(0, len(slots), _ADD_PIECE):
+            part = slots[start : start + _ADD_PIECE]
+            tags, first, second = self._hash.places_many(hashes[start : start + _ADD_PIECE])
+            full = self._place(part, tags, first.view(np.int64))
+            crowded = self._place(part[full], tags[full], second[full].view(np.int64))
+            self._homeless.append(part[full[crowded]])
 
     def _place(self, slots: Slots, tags: U64s, buckets: Slots) -> Slots:
         """Each slot into the next cell of its bucket. Positions of those whose bucket was full.

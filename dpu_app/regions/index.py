@@ -2,7 +2,7 @@
 
 Owns one column per fact about a slot, the hash from (key, namespace) to slot, the pool of free slots and the bytes
 per namespace; never touches a device or decides what to evict. The engine and `recovery` are its only callers, from
-one thread. Columns are public to read (fancy indexing, never `.take` or a copy of a whole column on a hot path).
+one thread. Columns are public to read, contiguous, and by slot.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from dpu_app.regions.huge_array import huge_memory, huge_zeros
 from dpu_app.regions.key_hash import KeyHash
 
 Slots: TypeAlias = npt.NDArray[np.int64]
-U64s: TypeAlias = npt.NDArray[np.uint64]
 
 FREE = 0
 USED = 1
@@ -118,10 +117,6 @@ class SlotIndex:
     def fingerprint(self, key_lo: int, key_hi: int, namespace: int) -> int:
         """A 64-bit hash of the key, the same for as long as the index lives: for eviction and admission."""
         return self.key_hash.hash_one(key_lo, key_hi, namespace)
-
-    def fingerprints(self, slots: Slots) -> U64s:
-        """`fingerprint` of what each slot holds."""
-        return self.key_hash.hash_slots(slots)
 
     # --------------------------------------------------------------------------------------- allocation of slots
 

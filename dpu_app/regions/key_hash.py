@@ -18,7 +18,8 @@ Slots: TypeAlias = npt.NDArray[np.int64]
 U64s: TypeAlias = npt.NDArray[np.uint64]
 Integers: TypeAlias = npt.NDArray[np.integer]
 
-LANES = 8
+_LANE_BITS = 3
+LANES = 1 << _LANE_BITS
 LOAD_MAX = 0.9
 """Cells in use when every slot is: above, insertions displace too many others; below, memory is wasted."""
 _KICKS_MAX = 500
@@ -130,22 +131,25 @@ class KeyHash:
         count = len(key_lo)
         found = np.full(count, -1, np.int64)
         tags, first, second = self.places_many(self.hash_many(key_lo, key_hi, namespace))
-        buckets = np.empty((count, 2), np.int64)
-        buckets[:, 0] = first
-        buckets[:, 1] = second
+        buckets = np.empty((2, count), np.int64)
+        buckets[0] = first
+        buckets[1] = second
         tags *= _SPREAD
-        lanes = self.tags[buckets]
-        lanes ^= tags[:, None]
-        matches = np.flatnonzero(lanes.view(np.uint8).reshape(-1) == 0)
+        lanes = self.tags.take(buckets)
+        lanes ^= tags
+        matches = (lanes.view(np.uint8).reshape(-1) == 0).nonzero()[0]
         if len(matches):
-            which = matches >> 4
-            cells = buckets.reshape(-1)[matches >> 3] * LANES
-            cells += matches & (LANES - 1)
-            slots = self.cells[cells]
+            which = matches >> _LANE_BITS
+            cells = buckets.reshape(-1).take(which)
+            cells <<= _LANE_BITS
+            matches &= LANES - 1
+            cells += matches
+            which[which >= count] -= count
+            slots = self.cells.take(cells).astype(np.int64)
             columns = self._columns
-            same = columns.key_lo[slots] == key_lo[which]
-            same &= columns.key_hi[slots] == key_hi[which]
-            same &= columns.namespace[slots] == namespace[which]
+            same = columns.key_lo.take(slots) == key_lo.take(which)
+            same &= columns.key_hi.take(slots) == key_hi.take(which)
+            same &= columns.namespace.take(slots) == namespace.take(which)
             found[which[same]] = slots[same]
         if self._homeless:
             self._find_homeless(found, key_lo, key_hi, namespace)

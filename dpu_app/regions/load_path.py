@@ -130,7 +130,7 @@ class LoadPath:
                 self._context.queue.promote(load.job)
             load.priority = priority
         load.waiters.append((batch, entry, staged))
-        batch.loads.add(load)
+        batch.loads[load] = None
 
     def pump(self) -> None:
         """Start loads for which there are frames; demand before prefetch."""
@@ -171,7 +171,7 @@ class LoadPath:
             return
         context.window.settle(load.frame)
         for batch, entry, staged in load.waiters:
-            batch.loads.discard(load)
+            batch.loads.pop(load, None)
             if not batch.closed:
                 staged(batch, entry, load.frame)
 
@@ -181,7 +181,7 @@ class LoadPath:
         context.window.drop(load.frame)
         context.catalogue.forget(load.slot, lambda _: None)
         for batch, entry, _ in load.waiters:
-            batch.loads.discard(load)
+            batch.loads.pop(load, None)
             context.stats.add(StatId.RETRIEVE_MISSES)
             batch.resolve(entry, Status.MISS)
 

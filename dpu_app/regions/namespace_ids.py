@@ -12,6 +12,7 @@ import numpy.typing as npt
 from dpu_app.regions.index import NAMESPACES_MAX, SlotIndex
 from dpu_app.regions.slot_table import Words
 
+NO_ID = NAMESPACES_MAX
 _PLACE_BITS = 12
 _SHIFT = np.uint64(64 - _PLACE_BITS)
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
@@ -28,9 +29,8 @@ class NamespaceIds:
         self._known = 0
         self._totals = np.zeros(NAMESPACES_MAX, np.int64)
 
-    def of(self, lo: Words, hi: Words, lengths: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint16]:
-        """Ids of digests given as their two words, their lengths counted. Raises OverflowError when the index has no
-        id left."""
+    def of(self, lo: Words, hi: Words) -> npt.NDArray[np.uint16]:
+        """Ids of digests given as their two words; NO_ID where the index has no id left to give."""
         places = ((lo * _FACTOR) >> _SHIFT).view(np.int64)
         ids: npt.NDArray[np.uint16] = self._ids.take(places)
         wrong = self._lo.take(places) != lo
@@ -38,9 +38,12 @@ class NamespaceIds:
         missed = np.flatnonzero(wrong)
         if len(missed):
             ids[missed] = self._slowly(lo[missed], hi[missed], places[missed])
+        return ids
+
+    def count(self, ids: npt.NDArray[np.uint16], lengths: npt.NDArray[np.uint32]) -> None:
+        """Add to the totals. None of `ids` is NO_ID."""
         sums = np.bincount(ids, lengths, self._known)
         self._totals[: len(sums)] += sums.astype(np.int64)
-        return ids
 
     def _slowly(self, lo: Words, hi: Words, places: npt.NDArray[np.int64]) -> npt.NDArray[np.uint16]:
         digests, firsts, inverse = np.unique(
@@ -50,7 +53,8 @@ class NamespaceIds:
         for number, (digest, first) in enumerate(zip(digests, firsts.tolist())):
             identity = self._index.namespace_id(digest.tobytes())
             if identity < 0:
-                raise OverflowError("more namespaces than ids")
+                ids[number] = NO_ID
+                continue
             ids[number] = identity
             place = places[first]
             self._ids[place], self._lo[place], self._hi[place] = identity, lo[first], hi[first]

@@ -89,19 +89,31 @@ def entry_checks(columns: Words, slots: Words, salt: int) -> Words:
 def encode_page(index: SlotIndex, page: int, salt: int) -> bytes:
     """TABLE_PAGE_BYTES bytes of the slot table from the index's columns. Slots not in use, or past the end, are 0."""
     first = page * ENTRIES_PER_PAGE
-    last = min(first + ENTRIES_PER_PAGE, index.slots)
-    slots = first + np.flatnonzero(index.flags[first:last] & USED)
-    entries = np.zeros(ENTRIES_PER_PAGE, ENTRY)
-    if len(slots) == 0:
-        return entries.tobytes()
-    used = np.zeros(len(slots), ENTRY)
-    for column in ("key_lo", "key_hi", "length", "generation", "checksum", "stored_s", "expires_s"):
-        used[column] = getattr(index, column)[slots]
-    used["namespace"] = index.namespace_digests(index.namespace[slots])
-    used["flags"] = USED
-    used["check"] = entry_checks(_columns(used.view("<u8").reshape(-1, WORDS)), slots.astype(np.uint64), salt)
-    entries[slots - first] = used
-    return entries.tobytes()
+    part = slice(first, min(first + ENTRIES_PER_PAGE, index.slots))
+    used = index.flags[part] == USED
+    count = len(used)
+    out = np.zeros((ENTRIES_PER_PAGE, WORDS), "<u8")
+    columns = np.empty((WORDS, count), np.uint64)
+    columns[0] = index.key_lo[part]
+    columns[1] = index.key_hi[part]
+    digests = index.namespace_digests(index.namespace[part] * used)  # what an unused slot says there means nothing
+    columns[2:4] = digests.view("<u8").reshape(-1, 2).T
+    _pair(columns[4], index.length[part], index.generation[part])
+    columns[5] = index.checksum[part]
+    _pair(columns[6], index.stored_s[part], index.expires_s[part])
+    columns[7] = USED
+    checks = entry_checks(columns, np.arange(first, first + count, dtype=np.uint64), salt)
+    np.left_shift(checks, _HALF, out=checks)
+    columns[7] |= checks
+    columns *= used
+    out[:count] = columns.T
+    return out.tobytes()
+
+
+def _pair(out: Words, low: npt.NDArray[np.uint32], high: npt.NDArray[np.uint32]) -> None:
+    out[:] = high
+    np.left_shift(out, _HALF, out=out)
+    np.bitwise_or(out, low, out=out)
 
 
 def decode_columns(words: Words, first_slot: int, salt: int) -> tuple[Words, Mask]:

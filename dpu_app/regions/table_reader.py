@@ -18,7 +18,7 @@ from dpu_app.regions.bulk_load import BulkLoad
 from dpu_app.regions.eviction import EvictionPolicy
 from dpu_app.regions.huge_array import huge_zeros
 from dpu_app.regions.index import FREE, USED, SlotIndex
-from dpu_app.regions.namespace_ids import NamespaceIds
+from dpu_app.regions.namespace_ids import NO_ID, NamespaceIds
 from dpu_app.regions.slot_table import CHUNK, ENTRY_BYTES, Mask, Words, damaged, decode_columns, words_of
 from dpu_app.regions.superblock import ENTRIES_PER_PAGE, TABLE_PAGE_BYTES, Superblock
 
@@ -101,22 +101,29 @@ class TableReader:
             valid[self._geometry.slots - first_slot :] = False
             whole = False
         if whole:
-            slots = np.arange(first_slot, first_slot + len(words))
-            return slots, self._fill(slice(first_slot, first_slot + len(words)), columns, expires_s)
+            return self._fill(np.arange(first_slot, first_slot + len(words)), columns, expires_s)
         positions = np.flatnonzero(valid)
-        slots = positions + first_slot
+        return self._fill(positions + first_slot, np.ascontiguousarray(columns[:, positions]), expires_s[positions])
+
+    def _fill(self, slots: Slots, columns: Words, expires_s: npt.NDArray[np.uint32]) -> tuple[Slots, Words]:
+        """The slots filled, and the hashes of their keys."""
+        namespace = self._namespaces.of(columns[2], columns[3])
+        nameless = np.flatnonzero(namespace == NO_ID)
+        if len(nameless):
+            self._say(f"{len(nameless)} entries dropped: the region holds more namespaces than there are ids for")
+            self._drop(slots[nameless])
+            slots, columns = np.delete(slots, nameless), np.delete(columns, nameless, axis=1)
+            namespace, expires_s = np.delete(namespace, nameless), np.delete(expires_s, nameless)
         if len(slots) == 0:
             return slots, np.zeros(0, np.uint64)
-        return slots, self._fill(slots, np.ascontiguousarray(columns[:, positions]), expires_s[positions])
-
-    def _fill(self, place: slice | Slots, columns: Words, expires_s: npt.NDArray[np.uint32]) -> Words:
-        """The hashes of the keys."""
         index = self._index
+        first, last = int(slots[0]), int(slots[-1]) + 1
+        place: slice | Slots = slice(first, last) if last - first == len(slots) else slots
         length = columns[4].astype(np.uint32)
         generation = (columns[4] >> _HALF).astype(np.uint32)
         index.key_lo[place] = columns[0]
         index.key_hi[place] = columns[1]
-        namespace = self._namespaces.of(columns[2], columns[3], length)
+        self._namespaces.count(namespace, length)
         index.namespace[place] = namespace
         index.length[place] = length
         index.generation[place] = generation
@@ -128,7 +135,7 @@ class TableReader:
         self.newest_generation = max(self.newest_generation, int(generation.max()))
         hashes = index.key_hash.hash_many(columns[0], columns[1], namespace)
         self._fingerprints[place] = hashes ^ (hashes >> _HALF)
-        return hashes
+        return slots, hashes
 
     def _drop_damaged(self, words: Words, valid: Mask, first_slot: int) -> None:
         positions = damaged(words, valid)

@@ -87,13 +87,14 @@ class World:
         self.next_session = 1
         self.next_connection = 1
         self.faults_seen = 0
-        self.log: list[str] = []
+        self.trace = xxhash.xxh3_64()
+        """Of everything that the engine asked for and answered: the same whenever the seed is."""
 
     # ---------------------------------------------------------------- life and death
 
     def run(self) -> None:
         """All lives of the region. Raises Violation."""
-        with _seeded_hashes(self.random):
+        with _seeded_hashes(self.random.getrandbits(64)):
             for life in range(self.scenario.lives):
                 self._open()
                 self._after_recovery()
@@ -370,6 +371,8 @@ class World:
             fabric, outbox.fabric = outbox.fabric, []
             responses, outbox.responses = outbox.responses, []
             broken, outbox.broken = outbox.broken, []
+            for request in flash:
+                self.trace.update(f"{request.tag} {request.op} {request.offset_bytes} {request.length_bytes}".encode())
             if flash:
                 self.flash.submit(flash)
             connected = {client.connection_id for client in self.clients}
@@ -394,6 +397,8 @@ class World:
         if request is not None:
             late_ns = self.clock.now_ns - request.deadline_ns
             require(late_ns <= 0, f"{request.op.name} answered {late_ns} ns after its deadline")
+        if request is None or request.op is not Op.LEASE:  # a lease names an address of this process
+            self.trace.update(response)
         self.fabric.send(client.connection_id, response)
 
     def _on_access(self, connection_id: int, opcode: Opcode, address: int, length: int) -> None:
@@ -534,7 +539,8 @@ def _has_credit(client: Client) -> bool:
 
 
 @contextmanager
-def _seeded_hashes(source: random.Random) -> Iterator[None]:
-    """The index seeds its hash from the system; here the seed of the world must decide everything."""
-    with mock.patch("dpu_app.regions.index.secrets.randbits", source.getrandbits):
+def _seeded_hashes(seed: int) -> Iterator[None]:
+    """The index seeds its hash from the system; here the seed of the world must decide everything. Others may draw from
+    the same source at other times, so each gets the same number."""
+    with mock.patch("dpu_app.regions.index.secrets.randbits", lambda bits: seed & ((1 << bits) - 1)):
         yield

@@ -85,7 +85,8 @@ def test_the_generated_workload_and_eviction(place: Place) -> None:
 def test_keep_leaves_a_pod_that_the_command_line_works_with(place: Place, tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     _write_conversations(trace, conversations=1, turns=2)
-    done = place.emu("demo", "--keep", *SMALL, *place.options, "--trace", str(trace))
+    roomy = ["--capacity", "64MiB", "--window", "32MiB"]  # so that no store is refused for want of frames
+    done = place.emu("demo", "--keep", *roomy, *place.options, "--trace", str(trace))
     assert done.returncode == 0, done.stderr
     assert "every byte" in done.stdout.lower()
     agent = str(place.run_dir / "agent.yaml")
@@ -155,6 +156,9 @@ def test_mistakes_are_told_before_anything_starts(place: Place, tmp_path: Path) 
     assert f"{bad}:1:" in done.stderr
     assert place.emu("demo", *place.options, "--block-tokens", "24").returncode == 2
     assert place.emu("demo", *place.options, "--tp", "3").returncode == 2
+    done = place.emu("demo", *place.options, "--tp", "1", "--window", "4MiB")
+    assert done.returncode == 2
+    assert "4 frames" in done.stderr
     assert place.left() == []
 
 

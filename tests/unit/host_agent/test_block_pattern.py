@@ -61,13 +61,15 @@ def test_typed_memory_is_filled_and_bad_lengths_are_refused() -> None:
             pattern.fill(KEY, bytearray(length))
 
 
-def test_pieces_of_a_block_that_lie_apart() -> None:
-    pattern = BlockPattern(1 << 20)
-    pools = np.zeros((80, 5, 512), np.uint64)
+@pytest.mark.parametrize(("pieces", "piece_words"), [(80, 512), (1, 262_144), (3, 40_000), (2, 32_768), (7, 1)])
+def test_pieces_of_a_block_that_lie_apart(pieces: int, piece_words: int) -> None:
+    pattern = BlockPattern(2 << 20)
+    pools = np.zeros((pieces, 5, piece_words), np.uint64)
     pattern.fill_pieces(KEY, pools[:, 3])
     assert pattern.first_mismatch_pieces(KEY, pools[:, 3]) is None
     whole = np.ascontiguousarray(pools[:, 3])
     assert pattern.first_mismatch(KEY, whole) is None, "the pieces in order are the block"
     assert not pools[:, [0, 1, 2, 4]].any()
-    pools[70, 3, 9] ^= np.uint64(1)
-    assert pattern.first_mismatch_pieces(KEY, pools[:, 3]) == 70 * 4096 + 72
+    for place in (pieces * piece_words - 1, pieces * piece_words // 2, 0):
+        pools[place // piece_words, 3, place % piece_words] ^= np.uint64(1)
+        assert pattern.first_mismatch_pieces(KEY, pools[:, 3]) == 8 * place

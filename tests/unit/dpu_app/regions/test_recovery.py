@@ -14,6 +14,7 @@ import pytest
 
 from common.errors import LowerLayerError, UserError
 from doca_shims.api import FlashOp, FlashRequest
+from dpu_app.regions import index as index_module
 from dpu_app.regions.eviction import POLICIES
 from dpu_app.regions.index import FREE
 from dpu_app.regions.measure import capacity_of
@@ -440,6 +441,20 @@ def test_expired_blocks_are_not_recovered() -> None:
     rig.assert_holds(expired, lost=set(rig.stored.values()) - lasting)
     assert expired.dropped == 100
     assert expired.dirty_pages == sorted({slot // 64 for slot in rig.stored.values() if slot not in lasting})
+
+
+def test_blocks_of_namespaces_beyond_the_last_id_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(500)
+    rig.filled(500)
+    present = {key[2] for key in rig.stored}
+    monkeypatch.setattr(index_module, "NAMESPACES_MAX", len(present) - 2)
+    region = rig.open()
+    known = {digest for digest in present if region.index.find_namespace(digest) >= 0}
+    assert len(known) == len(present) - 2
+    lost = {slot for key, slot in rig.stored.items() if key[2] not in known}
+    rig.assert_holds(region, lost)
+    assert region.dropped == len(lost)
+    assert region.messages
 
 
 @pytest.mark.parametrize("eviction", sorted(POLICIES))
