@@ -13,6 +13,7 @@ from dpu_app.regions.batch import Batch
 from dpu_app.regions.context import Context, LeasePort
 from dpu_app.regions.flash_queue import Priority
 from dpu_app.regions.load_path import LoadPath
+from dpu_app.regions.presence import find_slots
 from dpu_app.regions.sessions import Connection
 
 NS_PER_MS = 1_000_000
@@ -43,7 +44,7 @@ class Leases:
 
     def start(self, batch: Batch) -> None:
         """LEASE: stage what is not staged, then grant."""
-        slots = self._load_path.find(batch)
+        slots = self._load_path.use(batch, find_slots(self._context, batch))
         self._load_path.stage(batch, slots, Priority.DEMAND, self._grant)
 
     def _grant(self, batch: Batch, entry: int, frame: int) -> None:

@@ -16,12 +16,13 @@ import xxhash
 from common.status import BlockState, Status
 from common.wire import EntryFlags, Flags, Op, StatId
 from doca_shims.api import FlashOp, Opcode, SendFlags, SendRequest, Sge
-from dpu_app.regions import memory_list
+from dpu_app.regions import memory_list, staged_batches
 from dpu_app.regions.batch import Batch
+from dpu_app.regions.catalogue import Slots
 from dpu_app.regions.context import Context
 from dpu_app.regions.flash_queue import FlashJob, Priority
 from dpu_app.regions.memory_list import FLAGS, LENGTH, OFFSET
-from dpu_app.regions.presence import FEW, find
+from dpu_app.regions.presence import FEW, find_slots
 from dpu_app.regions.sessions import TRANSFER_WRS_MAX, Transfer
 from dpu_app.regions.window import FrameState, aligned_length
 
@@ -64,8 +65,11 @@ class LoadPath:
     def start(self, batch: Batch) -> None:
         """RETRIEVE and PREFETCH."""
         prefetch = batch.op is Op.PREFETCH
+        found = find_slots(self._context, batch)
+        if not prefetch and not isinstance(found, list) and staged_batches.deliver(self._context, batch, found):
+            return
         self._context.stats.add(StatId.PREFETCHES if prefetch else StatId.RETRIEVES, len(batch.rows))
-        slots = self.find(batch)
+        slots = self.use(batch, found)
         priority = Priority.PREFETCH if prefetch else Priority.DEMAND
         if prefetch and not batch.capsule.flags & _TO_HOST:
             self.stage(batch, slots, priority, self._staged_on_dpu)
@@ -73,11 +77,10 @@ class LoadPath:
             self._place(batch, slots)
             self.stage(batch, slots, priority, self._deliver)
 
-    def find(self, batch: Batch) -> Sequence[int]:
-        """Slots of the batch's blocks, which count as used. Entries of foreign namespaces and absent blocks are
-        answered, and have slot -1."""
+    def use(self, batch: Batch, found: list[int] | Slots) -> list[int]:
+        """Count the blocks found as used and answer MISS for the others, whose slot is -1."""
         context = self._context
-        slots = find(context, batch)
+        slots = found if isinstance(found, list) else found.tolist()
         if min(slots, default=0) < 0:
             missing = [entry for entry in batch.open_entries() if slots[entry] < 0]
             context.stats.add(StatId.RETRIEVE_MISSES, len(missing))

@@ -184,6 +184,21 @@ class Window:
         if frame in self._clean:
             self._clean.move_to_end(frame)
 
+    def touch_all(self, frames: Sequence[int]) -> None:
+        clean = self._clean
+        for frame in frames:
+            if frame in clean:
+                clean.move_to_end(frame)
+
+    def hold_all(self, frames: Sequence[int]) -> None:
+        references = self.references
+        for frame in frames:
+            references[frame] += 1
+
+    def unhold_all(self, frames: Sequence[int]) -> None:
+        for frame in frames:
+            self.unhold(frame)
+
     def hold(self, frame: int) -> None:
         self.references[frame] += 1
 

@@ -9,6 +9,7 @@ import xxhash
 from common import wire
 from common.status import BlockState, Status
 from common.wire import EntryFlags, Flags, Op, StatId
+from dpu_app.regions import staged_batches
 from dpu_app.regions.context import EngineSettings
 from emulator.sim_flash import FaultPlan
 from tests.unit.dpu_app.regions.engine_world import SLOT_BYTES, World, content, key, statuses
@@ -264,3 +265,87 @@ def test_send_queue_limits_are_kept() -> None:
     while world.held:
         world.release_fabric()
     assert all(statuses(world.answer(request)) == [Status.OK] * 16 for request in requests)
+
+
+MANY = [key(100 + i) for i in range(40)]
+
+
+@pytest.fixture(params=["short way", "general way"])
+def large_world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> World:
+    """MANY are staged; a large batch of them goes the short way, or is kept from it."""
+    if request.param == "general way":
+        monkeypatch.setattr(staged_batches, "deliver", lambda *_: False)
+    world = World(slots=64, frames=64, eviction="s3fifo")
+    for start in range(0, 40, 8):
+        assert set(world.store(MANY[start : start + 8], 6000)) == {Status.OK}
+    return world
+
+
+def test_large_batches_of_staged_blocks(large_world: World) -> None:
+    entries = large_world.block_entries(MANY, 0)
+    answer = large_world.ask(Op.RETRIEVE, entries)
+    assert statuses(answer) == [Status.OK] * 40
+    for i, (name, row) in enumerate(zip(MANY, answer.entries)):
+        value = content(name, 6000)
+        assert bytes(large_world.client.view[i * SLOT_BYTES :][:6000]) == value
+        assert (int(row["length"]), int(row["state"])) == (6000, BlockState.STAGED_AND_FLASH)
+        assert int(row["checksum"]) == xxhash.xxh3_64_intdigest(value)
+    stats = large_world.engine.stats()
+    assert (stats[StatId.RETRIEVES], stats[StatId.RETRIEVE_STAGED]) == (40, 40)
+    assert (stats[StatId.RETRIEVE_BYTES], stats[StatId.FRAMES_BUSY]) == (40 * 6000, 0)
+
+
+def test_large_batches_of_ranges(large_world: World) -> None:
+    entries = large_world.block_entries(MANY, 0)
+    entries["offset"] = np.arange(40) * 100
+    entries["length"][1:] = 1000
+    answer = large_world.ask(Op.RETRIEVE, entries)
+    assert statuses(answer) == [Status.OK] * 40
+    for i, name in enumerate(MANY[1:], 1):
+        piece = content(name, 6000)[i * 100 : i * 100 + 1000]
+        assert bytes(large_world.client.view[i * SLOT_BYTES :][:1000]) == piece
+        assert int(answer.entries["checksum"][i]) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"key_lo": 5}, Status.MISS),
+        ({"namespace": 9}, Status.DENIED),
+        ({"sge_count": 0}, Status.BAD_REQUEST),
+        ({"offset": 6000}, Status.BAD_RANGE),
+        ({"length": 6001}, Status.BAD_RANGE),
+    ],
+)
+def test_one_odd_entry_costs_a_large_batch_nothing_else(
+    large_world: World, change: dict[str, int], expected: Status
+) -> None:
+    entries = large_world.block_entries(MANY, 0)
+    for field, value in change.items():
+        entries[field][7] = value
+    answer = large_world.ask(Op.RETRIEVE, entries)
+    assert statuses(answer) == [Status.OK] * 7 + [expected] + [Status.OK] * 32
+    assert bytes(large_world.client.view[8 * SLOT_BYTES :][:6000]) == content(MANY[8], 6000)
+
+
+def test_large_batches_with_destinations_in_any_order(large_world: World) -> None:
+    places = [i * SLOT_BYTES for i in range(40)][::-1]
+    answer = large_world.ask(Op.RETRIEVE, large_world.block_entries(MANY, 6000, at=places))
+    assert statuses(answer) == [Status.OK] * 40
+    assert bytes(large_world.client.view[:6000]) == content(MANY[39], 6000)
+    places[3] = places[2]
+    answer = large_world.ask(Op.RETRIEVE, large_world.block_entries(MANY, 6000, at=places))
+    assert statuses(answer)[2:4] == [Status.OK, Status.OVERLAP]
+
+
+def test_a_large_batch_that_waits_for_the_send_queue_is_not_written_after_its_deadline(large_world: World) -> None:
+    large_world.hold_fabric = True
+    first = [large_world.submit(Op.RETRIEVE, large_world.block_entries(MANY, 0)) for _ in range(25)]
+    late = large_world.submit(Op.RETRIEVE, large_world.block_entries(MANY, 0), deadline_us=1000)
+    large_world.pass_ms(1)
+    assert statuses(large_world.answer(late)) == [Status.DEADLINE] * 40
+    large_world.client.view[:] = bytes(len(large_world.client.view))
+    while large_world.held:
+        large_world.release_fabric()
+    assert all(statuses(large_world.answer(request)) == [Status.OK] * 40 for request in first)
+    assert large_world.engine.stats()[StatId.FRAMES_BUSY] == 0
