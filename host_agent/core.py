@@ -21,7 +21,7 @@ from host_agent.buffers import Buffer
 from host_agent.config import AgentSettings
 from host_agent.memory import MemoryTable, RegisteredMemory, registered_buffer
 from host_agent.namespace import Namespace
-from host_agent.operation import Operation, take
+from host_agent.operation import Operation
 from host_agent.progress import Progress
 from host_agent.registration import Fabrics
 from host_agent.session import DpuSession
@@ -31,16 +31,16 @@ log = logging.getLogger(__name__)
 TIMEOUT_MAX_S: Final = 3600.0
 
 
-def _unanswered(layout: np.dtype[np.void]) -> wire.Entries:
-    answers = np.zeros(1, layout)
-    answers["status"] = Status.DISCONNECTED
-    return answers
+def _unanswered(layout: np.dtype[np.void]) -> tuple[bytes, np.dtype[np.void]]:
+    answer = np.zeros(1, layout)
+    answer["status"] = Status.DISCONNECTED
+    return answer.tobytes(), layout
 
 
 _UNANSWERED: Final = {
     op: _unanswered(wire.RESULT if op in (Op.LIST, Op.STAT) else layout) for op, layout in wire.RESPONSE_LAYOUT.items()
 }
-"""What an answer is before it came, by operation."""
+"""What one block's answer is before it came, and its layout, by operation."""
 
 
 class AgentCore:
@@ -168,12 +168,13 @@ class AgentCore:
     # ------------------------------------------------------------------------------------ operations
 
     def operation(self, op: Op, count: int, timeout_s: float | None) -> Operation:
-        self._check_open()
+        if self._closed:
+            self._check_open()
         timeout_s = self.settings.timeout_s if timeout_s is None else timeout_s
         if not 0 < timeout_s <= TIMEOUT_MAX_S:
             raise UserError(f"a timeout lies between 0 and {TIMEOUT_MAX_S:g} s, not {timeout_s:g}")
-        template = _UNANSWERED[op]
-        answers = template.copy() if count == 1 else take(template, np.zeros(count, np.intp))
+        answer, layout = _UNANSWERED[op]
+        answers = np.frombuffer(bytearray(answer * count), layout) if count else np.zeros(0, layout)
         return Operation(op, answers, self.clock.monotonic_ns() + int(timeout_s * 1e9))
 
     def slot_class(self, namespace: Namespace) -> SlotClass:

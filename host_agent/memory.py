@@ -44,6 +44,7 @@ class RegisteredMemory:
         self._release: Callable[[RegisteredMemory], None] | None = release
         self._fabric_memory = fabric_memory
         self._view: memoryview | None = None
+        self.closed = False
 
     @property
     def view(self) -> memoryview:
@@ -51,10 +52,6 @@ class RegisteredMemory:
         if self._view is None:
             self._view = self._fabric_memory.view if self._fabric_memory is not None else view_of(self._buffer)
         return self._view
-
-    @property
-    def closed(self) -> bool:
-        return self._release is None
 
     def array(self, dtype: npt.DTypeLike = np.uint8) -> npt.NDArray[Any]:
         """The bytes as a numpy array that shares them. Do not use it after `close`."""
@@ -92,6 +89,7 @@ class RegisteredMemory:
         release, self._release = self._release, None
         if release is None:
             return
+        self.closed = True
         release(self)
         self._view = None
         if self._fabric_memory is not None:
@@ -191,8 +189,9 @@ class MemoryTable:
         """Spans of a batch given as one buffer, or list of buffers, a block. Raises UserError for memory that is
         not registered."""
         if isinstance(places, Spans):
-            if any(memory.closed for memory in places.memories):
-                raise UserError("this memory has been closed")
+            for memory in places.memories:
+                if memory.closed:
+                    raise UserError("this memory has been closed")
             return places
         addresses: list[int] = []
         lengths: list[int] = []

@@ -117,7 +117,7 @@ class Operation:
             self.pages.append((aux, entries.copy()))
         elif len(entries) == len(request.entries):
             if len(entries) == len(self._arrived) and self._order is None:
-                self._arrived = self.answers = entries.copy()
+                self._arrived = self.answers = np.frombuffer(bytearray(entries.tobytes()), entries.dtype)
             elif len(entries) < _SLICE_ROWS_MIN:
                 self._arrived[request.positions] = entries
             else:

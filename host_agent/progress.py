@@ -62,8 +62,9 @@ class Progress:
             raise
 
     def _wait(self, operation: Operation) -> None:
-        while not operation.done:
-            if self._lead.acquire(blocking=False):
+        pending = operation.pending
+        while pending:
+            if self._lead.acquire(False):
                 self._leader = threading.get_ident()
                 try:
                     self._drive(operation)
@@ -71,7 +72,7 @@ class Progress:
                     self._step_down()
             else:
                 self._follow(operation)
-            if not operation.done and self._clock.monotonic_ns() >= operation.deadline_ns:
+            if pending and self._clock.monotonic_ns() >= operation.deadline_ns:
                 _expire(operation)
                 return
 
@@ -115,10 +116,12 @@ class Progress:
     # ------------------------------------------------------------------------------------ leading and following
 
     def _drive(self, operation: Operation) -> None:
-        while not operation.done:
-            self._settle_links()
-            if operation.done:
-                return
+        pending = operation.pending
+        while pending:
+            if self._unsettled:
+                self._settle_links()
+                if not pending:
+                    return
             left_s = (operation.deadline_ns - self._clock.monotonic_ns()) / 1e9
             if left_s <= 0:
                 return

@@ -78,6 +78,8 @@ class _Open:
         self.epoch: int = answer.regions_epoch
         self.dpu_name: str = answer.dpu.name
         self.renew_due_ns = 0
+        self.unrenewed = False
+        """Whether the last attempt failed, and was told."""
         self.handles: dict[bytes, int] = {}
         self.domains: dict[int, Domain] = {}
         """By identity of the fabric."""
@@ -268,9 +270,12 @@ class DpuSession:
             self._drop("the session has ended")
             return self._open_session()
         except EntresolError as error:
-            log.warning("a session could not be renewed", extra={"dpu": self.address, "error": str(error)})
+            level = logging.DEBUG if session.unrenewed else logging.WARNING
+            log.log(level, "a session could not be renewed", extra={"dpu": self.address, "error": str(error)})
+            session.unrenewed = True
             session.renew_due_ns = self._clock.monotonic_ns() + period_ns // 2
             return session
+        session.unrenewed = False
         if answer.regions_epoch != session.epoch:
             session.epoch = answer.regions_epoch
             self._take_regions(answer.regions, session.dpu_name or self.address)
