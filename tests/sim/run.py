@@ -19,6 +19,13 @@ def failure_of(seed: int) -> BaseException | None:
     return None
 
 
+def trace_of(seed: int) -> str:
+    """A digest of all that the engine did in the world of `seed`: the same in every process."""
+    world = World(Scenario.of(seed))
+    world.run()
+    return world.trace.hexdigest()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, required=True)
