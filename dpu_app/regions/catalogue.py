@@ -20,6 +20,7 @@ from dpu_app.regions.index import USED
 from dpu_app.regions.memory_list import KEY_HI, KEY_LO, NAMESPACE, Row
 from dpu_app.regions.recovery import OpenRegion
 from dpu_app.regions.slot_table import encode_page
+from dpu_app.regions.stamps import Stamps
 from dpu_app.regions.stats import Stats
 from dpu_app.regions.superblock import ENTRIES_PER_PAGE
 from dpu_app.regions.table_writer import TableWriter, Waiter
@@ -76,6 +77,7 @@ class Catalogue:
         self._stats = stats
         self._clock = clock
         self._pins_max = pins_max
+        self._stamps = Stamps()
         self._discards: list[int] = []
         self._discarding = 0
         self._clearing = 0
@@ -157,7 +159,8 @@ class Catalogue:
         if ttl_s:
             self._has_ttl = True
             expires_s = min(now_s + ttl_s, 0xFFFFFFFF)
-        self.index.insert(slot, key_lo, key_hi, namespace, length, checksum, self.generation, now_s, expires_s)
+        stored_s = self._stamps.next(now_s, (key_lo, key_hi, namespace))
+        self.index.insert(slot, key_lo, key_hi, namespace, length, checksum, self.generation, stored_s, expires_s)
         self.policy.on_insert(slot, self.index.fingerprint(key_lo, key_hi, namespace))
         record = Unflushed(slot, frame)
         self.unflushed[slot] = record
@@ -200,7 +203,10 @@ class Catalogue:
     def _leave(self, slot: int) -> None:
         """Out of the index, the policy and the pins; and out of a clean frame."""
         self.policy.on_remove(slot)
-        self.index.remove(slot)
+        index = self.index
+        key = int(index.key_lo[slot]), int(index.key_hi[slot]), int(index.namespace[slot])
+        self._stamps.left(key, int(index.stored_s[slot]))
+        index.remove(slot)
         self.pins.pop(slot, None)
         frame = self._window.frame_of.get(slot, -1)
         if frame >= 0 and slot not in self.unflushed:

@@ -8,7 +8,6 @@ serving. The figures are of the machine it runs on.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
 import mmap
 import os
@@ -22,6 +21,7 @@ import numpy as np
 
 from common.errors import EntresolError
 from doca_shims.api import FlashDevice
+from dpu_app.flash.anonymous_memory import AnonymousMemory
 from dpu_app.flash.open import create_flash_file, open_flash
 from dpu_app.regions.blocking_flash import BlockingFlash
 from dpu_app.regions.eviction import DEFAULT, POLICIES
@@ -36,21 +36,6 @@ RATIO_GOAL = 2.0
 _ROUNDS = 5
 _GENERATIONS = 3
 _DAY_S = 86400
-
-
-class AnonymousMemory:
-    """Page-aligned private memory; satisfies `doca_shims.api.Memory` where no fabric is at hand."""
-
-    def __init__(self, length_bytes: int) -> None:
-        self._map = mmap.mmap(-1, length_bytes)
-        self.view = memoryview(self._map)
-        self.length_bytes = length_bytes
-        self.page_bytes = mmap.PAGESIZE
-        self.fd: int | None = None
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-
-    def close(self) -> None:
-        self.view.release()
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ WORDS = ENTRY_BYTES // 8
 """An entry is also eight little-endian u64 words: key_lo, key_hi, namespace (two), length | generation << 32,
 checksum, stored_s | expires_s << 32, flags | reserved << 16 | check << 32."""
 
-CHUNK = 8192
+CHUNK = 4096
 """Entries decoded at a time, so that words and temporaries stay in a core's second-level cache."""
 _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)

@@ -466,11 +466,11 @@ class Client:
         elif op is Op.PIN and status is Status.OK:
             if block.deletes_open or block.unpins_open or request.arrived <= block.deleted_at:
                 return
-            block.pinned_at = self.now_step()
+            block.pinned_at = self.now_step() if block.sure else NEVER
             block.pinned_until_ns = request.arrived_ns + item.ttl_s * NS_PER_S
         elif op is Op.LOOKUP and status is Status.OK:
             require(int(row["length"]) == len(block.value), "LOOKUP: wrong length")
-            settled = request.arrived > block.on_flash_at and not block.excused
+            settled = request.arrived > block.on_flash_at and not (block.excused or self.evicts or self.flash_loses)
             require(not settled or int(row["state"]) in ON_FLASH, "LOOKUP: acknowledged on flash, now only staged")
         elif op is Op.DELETE and status is Status.OK and item.deletes_alone and block.stores_sent == item.stores_sent:
             block.gone_at = self.now_step()
@@ -482,6 +482,7 @@ class Client:
         if status is Status.OK:
             require(int(row["length"]) == len(block.value), "STORE: wrong length")
             require(int(row["checksum"]) == block.checksum, "STORE: wrong checksum")
+            block.sure = True
             alone = block.stores_open == 1
             block.expires_wall_ns = self.wall_ns() + item.ttl_s * NS_PER_S if item.ttl_s and alone else 0
             block.expires_sent = block.stores_sent
@@ -494,6 +495,7 @@ class Client:
     def _judge_load(self, request: Request, item: Item, block: Block, row: np.void) -> None:
         if not item.buffers:
             return
+        block.sure = True
         wanted = item.wanted or len(block.value) - item.offset
         expected = block.value[item.offset : item.offset + wanted]
         require(int(row["length"]) == wanted, f"{request.op.name}: length {int(row['length'])}, not {wanted}")

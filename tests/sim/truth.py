@@ -45,6 +45,9 @@ class Block:
     """Answered as being on flash, and nothing since then may have removed it."""
     gone_at: int = NEVER
     """Its DELETE was answered OK, and nobody has stored it since."""
+    sure: bool = False
+    """It was whole when it was last heard of in this life of the region. What recovery found is only a claim until it
+    is read."""
     pinned_at: int = NEVER
     pinned_until_ns: int = 0
     expires_wall_ns: int = 0

@@ -19,6 +19,7 @@ from common import wire
 from common.status import BlockState, Status
 from common.wire import Op, StatId
 from doca_shims.api import Opcode
+from dpu_app.flash.anonymous_memory import AnonymousMemory
 from dpu_app.regions.admission import AdmitAll
 from dpu_app.regions.context import EngineSettings
 from dpu_app.regions.engine import RegionEngine
@@ -28,7 +29,7 @@ from dpu_app.regions.recovery import OpenRegion, close_region, format_region, op
 from dpu_app.regions.superblock import ENTRIES_PER_PAGE, TABLE_OFFSET
 from dpu_app.regions.window import FrameState, Window, WindowLayout
 from emulator.sim_fabric import SimFabric
-from emulator.sim_flash import NO_FAULTS, Fault, FaultKind, Media, SimFlash, SimMemory
+from emulator.sim_flash import NO_FAULTS, Fault, FaultKind, Media, SimFlash
 from tests.sim.client import NS_PER_S, ON_FLASH, Client, Lease
 from tests.sim.scenario import Scenario
 from tests.sim.truth import NEVER, Block, Truth, Violation, require
@@ -78,8 +79,8 @@ class World:
         }
         self.truth = Truth(scenario.seed, list(self.digests.values()), scenario.keys, scenario.slot_bytes)
         self.layout = WindowLayout(scenario.frames, scenario.slot_bytes)
-        self.memory = SimMemory(self.layout.memory_bytes)
-        self.scratch = SimMemory(SCRATCH_BYTES)
+        self.memory = AnonymousMemory(self.layout.memory_bytes)
+        self.scratch = AnonymousMemory(SCRATCH_BYTES)
         self.media = _formatted(scenario.slots, scenario.slot_bytes).copy()
         self.clients: list[Client] = []
         self.survivors: list[Block] = []
@@ -199,6 +200,7 @@ class World:
             client.disconnected()
         for block in self.truth.blocks.values():
             block.pinned_at = NEVER
+            block.sure = False
             if self.scenario.faults.lost_write:
                 block.gone_at = NEVER
         self.survivors = survivors
@@ -224,6 +226,7 @@ class World:
         for block in self.survivors:
             if block.excused:
                 continue
+            block.sure = True
             require(id(block) in present, f"block {block.number}, on flash before, is not there after recovery")
         if self.random.random() < 0.5:
             self._read_survivors()
@@ -521,7 +524,7 @@ def _formatted(slots: int, slot_bytes: int) -> Media:
     """A region of so many slots, as format leaves it."""
     media = Media(2 * TABLE_OFFSET + slots * slot_bytes)
     flash = SimFlash(media, 0)
-    scratch = SimMemory(SCRATCH_BYTES)
+    scratch = AnonymousMemory(SCRATCH_BYTES)
     flash.register_memory(scratch)
     superblock = format_region(flash, scratch, "sim", slot_bytes, uuid=bytes(range(16)), now_s=1)
     require(superblock.geometry.slots == slots, "another number of slots than meant")

@@ -16,6 +16,7 @@ from common import wire
 from common.status import Status
 from common.wire import Capsule, EntryFlags, Flags, Op
 from doca_shims.api import Completion, Opcode, SendFlags, SendRequest, WcStatus
+from dpu_app.flash.anonymous_memory import AnonymousMemory
 from dpu_app.regions.admission import AdmissionFilter, AdmitAll
 from dpu_app.regions.context import EngineSettings
 from dpu_app.regions.engine import RegionEngine
@@ -28,21 +29,6 @@ SLOT_BYTES = 8192
 RKEY = 77
 NAMESPACE = b"n" * 16
 START_S = 1_700_000_000
-
-
-class Buffer:
-    """Memory with an address, as `doca_shims.api.Memory`."""
-
-    def __init__(self, length_bytes: int) -> None:
-        self._raw = (ctypes.c_ubyte * (length_bytes + 4096))()
-        base = ctypes.addressof(self._raw)
-        self.address = -(-base // 4096) * 4096
-        self.length_bytes = length_bytes
-        self.page_bytes = 4096
-        self.fd: int | None = None
-        self.view = memoryview(self._raw).cast("B")[self.address - base : self.address - base + length_bytes]
-
-    def close(self) -> None: ...
 
 
 class StillClock:
@@ -93,7 +79,7 @@ class World:
         self._eviction = eviction
         self._quotas = quotas or FixedQuotas({})
         self._admission = admission or AdmitAll()
-        self.client = Buffer(1 << 20)
+        self.client = AnonymousMemory(1 << 20)
         self._request_id = 0
         self.hold_fabric = False
         self.held: list[tuple[int, list[SendRequest]]] = []
@@ -104,7 +90,7 @@ class World:
 
     def _start(self, format_new: bool) -> None:
         layout = WindowLayout.fit(self._frames * SLOT_BYTES, SLOT_BYTES)
-        self.memory = Buffer(layout.memory_bytes)
+        self.memory = AnonymousMemory(layout.memory_bytes)
         self.flash.register_memory(self.memory)
         if format_new:
             format_region(self.flash, self.memory, "r", SLOT_BYTES, now_s=START_S)

@@ -14,6 +14,7 @@ import pytest
 
 from common.errors import LowerLayerError, UserError
 from doca_shims.api import FlashOp, FlashRequest
+from dpu_app.flash.anonymous_memory import AnonymousMemory
 from dpu_app.regions import index as index_module
 from dpu_app.regions.eviction import POLICIES
 from dpu_app.regions.index import FREE
@@ -27,7 +28,7 @@ from dpu_app.regions.superblock import (
     Superblock,
     SuperblockError,
 )
-from tests.unit.dpu_app.regions.memory_flash import AnonymousMemory, MemoryFlash, blank_flash
+from tests.unit.dpu_app.regions.memory_flash import MemoryFlash, blank_flash
 
 NOW_S = 1_800_000_000
 SLOT_BYTES = 4096
