@@ -102,7 +102,7 @@ class Catalogue:
         """Slots of a batch of keys, -1 where absent or expired."""
         slots = self.index.find(entries["key_lo"], entries["key_hi"], namespaces)
         if self._has_ttl:
-            for slot in self._expired_of(slots[slots >= 0]).tolist():
+            for slot in np.unique(self._expired_of(slots[slots >= 0])).tolist():  # a batch may name it twice
                 self._expire(slot)
                 slots[slots == slot] = -1
         return slots
