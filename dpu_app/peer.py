@@ -1,8 +1,9 @@
 """One agent's connection to a region worker: its protection domain, its capsule buffers, its leases.
 
 Receives capsules into posted buffers, sends responses from its own, posts the engine's work requests; decides
-nothing. Everything registered here belongs to this connection's protection domain and ends with it. Used by the
-region server's loop only.
+nothing. A buffer is posted again only with the answer to a capsule: an agent that ignores its credits waits for
+itself, and what it can have open here is bounded. Everything registered here belongs to this connection's protection
+domain and ends with it. Used by the region server's loop only.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ class Peer:
         self._leases: dict[int, MemoryRegion] = {}
         self._waiting: deque[bytes] = deque()
         self._free_sends = list(range(credits))
+        self._unposted: list[int] = []
+        """Receive buffers of capsules that are not answered yet."""
         self.session_id = CONNECT_DATA.unpack(request.private_data)[0]
         self.name = request.peer
         with contextlib.ExitStack() as stack:
@@ -92,28 +95,28 @@ class Peer:
 
     # ---------------------------------------------------------------- input
 
-    def poll(self) -> tuple[list[tuple[int, memoryview]], list[Completion]]:
-        """Capsules that came, as (buffer number, bytes), and completions of the engine's work requests. Each buffer
-        is to be given back by `repost`."""
-        capsules: list[tuple[int, memoryview]] = []
+    def poll(self) -> tuple[list[memoryview], list[Completion], bool]:
+        """Capsules that came, valid until the next call of anything here; completions of the engine's work requests;
+        and whether there may be more to poll. Raises ShimError when the connection is lost."""
+        capsules: list[memoryview] = []
+        received: list[int] = []
         work: list[Completion] = []
-        for completion in self._connection.poll():
+        completions = self._connection.poll()
+        for completion in completions:
             wr_id = completion.wr_id
             if wr_id & _RECV:
                 if completion.status == 0:
                     start = (wr_id & _INDEX) * MAX_CAPSULE_BYTES
-                    capsules.append((wr_id & _INDEX, self._capsules.view[start : start + completion.byte_count]))
+                    capsules.append(self._capsules.view[start : start + completion.byte_count])
+                    received.append(wr_id & _INDEX)
             elif wr_id & _SEND:
                 self._free_sends.append(wr_id & _INDEX)
             else:
                 work.append(completion)
         if self._waiting and self._free_sends and not self.lost:
-            self._send_waiting()
-        return capsules, work
-
-    def repost(self, buffers: Sequence[int]) -> None:
-        """Raises ShimError when the connection is lost."""
-        self._connection.post_recv([self._receive_request(buffer) for buffer in buffers])
+            self._send_waiting()  # posts earlier buffers, none of those just received
+        self._unposted += received
+        return capsules, work, bool(completions)
 
     def _receive_request(self, buffer: int) -> RecvRequest:
         address = self._capsules.address + buffer * MAX_CAPSULE_BYTES
@@ -125,13 +128,14 @@ class Peer:
         """Raises ShimError when the connection is lost."""
         self._connection.post_send(requests)
 
-    def send(self, capsule: bytes) -> None:
-        """A response. Raises ShimError when the connection is lost."""
-        self._waiting.append(capsule)
+    def send(self, capsules: Sequence[bytes]) -> None:
+        """Responses, one for each capsule that came. Raises ShimError when the connection is lost."""
+        self._waiting.extend(capsules)
         self._send_waiting()
 
     def _send_waiting(self) -> None:
         requests = []
+        receives = []
         while self._waiting and self._free_sends:
             capsule = self._waiting.popleft()
             buffer = self._free_sends.pop()
@@ -139,7 +143,9 @@ class Peer:
             self._capsules.view[start : start + len(capsule)] = capsule
             sge = Sge(self._capsules.address + start, len(capsule), self._capsule_region.lkey)
             requests.append(SendRequest(_SEND | buffer, Opcode.SEND, (sge,), flags=SendFlags.SIGNALED))
+            receives.append(self._receive_request(self._unposted.pop()))
         if requests:
+            self._connection.post_recv(receives)  # before the answer, upon which the agent may send again
             self._connection.post_send(requests)
 
     # ---------------------------------------------------------------- leases

@@ -6,6 +6,7 @@ flash device and the supervisor's channel; never blocks anywhere else. Started b
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import logging
 import select
@@ -26,6 +27,7 @@ from doca_shims.api import (
     Memory,
     ShimError,
 )
+from dpu_app.background_task import BackgroundTask
 from dpu_app.peer import Peer
 from dpu_app.regions.engine import RegionEngine
 from dpu_app.worker_channel import ChannelClosedError, Message, WorkerEnd
@@ -91,6 +93,8 @@ class RegionServer:
         self._send_wrs_max = send_wrs_max
         self._tokens: dict[int, bytes] = {}
         self._peer_by_fd: dict[int, int] = {}
+        self._unsettled: set[int] = set()
+        """Connections to look at in this turn of the loop: each promises to wake it only once polled empty."""
         self._next_connection = 0
         self._draining = False
         self._drain_waiters: list[tuple[int, int]] = []  # request id, deadline
@@ -108,18 +112,29 @@ class RegionServer:
 
     # ---------------------------------------------------------------- loop
 
-    def run(self) -> None:
-        """Until the supervisor says stop or is gone. Afterwards `drained` says whether all is on flash."""
+    def run(self, restore_order: Callable[[], None] | None = None) -> None:
+        """Until the supervisor says stop or is gone. Afterwards `drained` says whether all is on flash.
+        `restore_order` is done meanwhile, in a thread of its own."""
+        with BackgroundTask(restore_order) as self._restoring:
+            self._epoll.register(self._restoring.fileno(), select.EPOLLIN)
+            self._serve()
+
+    def _serve(self) -> None:
         while not self._stopped():
-            timeout_s = max(0, self._engine.next_wakeup_ns() - self._clock.monotonic_ns()) / NS_PER_S
-            for fd, _ in self._epoll.poll(timeout_s):
+            left_ns = self._engine.next_wakeup_ns() - self._clock.monotonic_ns()
+            for fd, _ in self._epoll.poll(0 if self._unsettled else max(0, left_ns) / NS_PER_S):
                 self._ready(fd)
+            for connection_id in list(self._unsettled):
+                self._poll_peer(connection_id)
             if self._clock.monotonic_ns() >= self._engine.next_wakeup_ns():
                 self._engine.tick()
             self._carry_out()
-            if self._drain_waiters:
-                self._answer_drains()
-            self._watch_channel()
+            try:
+                if self._drain_waiters:
+                    self._answer_drains()
+                self._watch_channel()
+            except ChannelClosedError:
+                self._supervisor_gone()
 
     @property
     def drained(self) -> bool:
@@ -139,7 +154,7 @@ class RegionServer:
     def _ready(self, fd: int) -> None:
         connection_id = self._peer_by_fd.get(fd)
         if connection_id is not None:
-            self._poll_peer(connection_id)
+            self._unsettled.add(connection_id)
         elif fd == self._flash.fileno():
             self._engine.on_flash(self._flash.poll())
         elif fd == self._listener.fileno():
@@ -147,11 +162,17 @@ class RegionServer:
                 self._accept(request)
         elif fd == self._channel.fileno():
             self._poll_channel()
+        elif fd == self._restoring.fileno():
+            self._epoll.unregister(fd)
+            self._restoring.finish()
+            self._engine.order_restored()
 
     # ---------------------------------------------------------------- the engine's work
 
     def _carry_out(self) -> None:
+        """Ends, however fast agents are: what they send meanwhile is left to the loop's next turn."""
         outbox = self._engine.outbox
+        first = True
         while not outbox.empty:
             flash, outbox.flash = outbox.flash, []
             fabric, outbox.fabric = outbox.fabric, []
@@ -164,14 +185,21 @@ class RegionServer:
                 peer = self._peers.get(connection_id)
                 if peer is not None and self._attempt(connection_id, partial(peer.post, requests)):
                     posted[connection_id] = None
+            answers: dict[int, list[bytes]] = {}
             for connection_id, response in responses:
+                answers.setdefault(connection_id, []).append(response)
+            for connection_id, capsules in answers.items():
                 peer = self._peers.get(connection_id)
                 if peer is not None:
-                    self._attempt(connection_id, partial(peer.send, response))
+                    self._attempt(connection_id, partial(peer.send, capsules))
             for connection_id in broken:
                 self._drop(connection_id, "a transfer failed")
             for connection_id in posted:
-                self._poll_peer(connection_id)
+                if connection_id in self._peers:
+                    self._unsettled.add(connection_id)
+                    if first:  # a transfer may be through already
+                        self._poll_peer(connection_id)
+            first = False
 
     def _submit(self, requests: list[Any]) -> None:
         try:
@@ -214,6 +242,8 @@ class RegionServer:
             )
         except ShimError as error:
             _LOG.warning("could not accept %s: %s", request.peer, error)
+            with contextlib.suppress(ShimError):  # answered already, where accepting it is what failed
+                request.reject("this region cannot take another connection now")
             return
         self._next_connection += 1
         connection_id = self._next_connection
@@ -221,29 +251,34 @@ class RegionServer:
         self._peer_by_fd[peer.fileno()] = connection_id
         self._epoll.register(peer.fileno(), select.EPOLLIN)
         self._engine.connected(session_id, connection_id, peer.window_lkey)
-        self._poll_peer(connection_id)
+        self._unsettled.add(connection_id)
 
     def _poll_peer(self, connection_id: int) -> None:
+        """Take what has come, once."""
         peer = self._peers.get(connection_id)
-        while peer is not None:
-            capsules, work = peer.poll()
-            if work:
-                self._engine.on_fabric(connection_id, work)
-            for _, capsule in capsules:
-                self._engine.receive(connection_id, capsule)
-            if capsules and not peer.lost:
-                buffers = [buffer for buffer, _ in capsules]
-                if not self._attempt(connection_id, partial(peer.repost, buffers)):
-                    return
-            if not capsules and not work:
-                if peer.lost:
-                    self._drop(connection_id, "the agent is gone")
-                return
+        if peer is None:
+            return
+        try:
+            capsules, work, more = peer.poll()
+        except ShimError as error:
+            self._drop(connection_id, str(error))
+            return
+        if not more:
+            self._unsettled.discard(connection_id)
+            if peer.lost:
+                self._drop(connection_id, "the agent is gone")
+            return
+        self._unsettled.add(connection_id)
+        if work:
+            self._engine.on_fabric(connection_id, work)
+        for capsule in capsules:
+            self._engine.receive(connection_id, capsule)
 
     def _drop(self, connection_id: int, reason: str = "") -> None:
         peer = self._peers.get(connection_id)
         if peer is None:
             return
+        self._unsettled.discard(connection_id)
         self._epoll.unregister(peer.fileno())
         del self._peer_by_fd[peer.fileno()]
         peer.close()
@@ -262,6 +297,7 @@ class RegionServer:
             self._supervisor_gone()
 
     def _supervisor_gone(self) -> None:
+        self._drain_waiters = []
         if self._stop_deadline_ns is None:
             _LOG.warning("the supervisor is gone; stopping")
             self._stop()
@@ -272,6 +308,7 @@ class RegionServer:
                 self._answer(message)
         except ChannelClosedError:
             self._epoll.unregister(self._channel.fileno())
+            self._channel_writing = False
             self._supervisor_gone()
 
     def _answer(self, message: Message) -> None:

@@ -34,7 +34,7 @@ def key_pairs(keys: Keys) -> Pairs:
     """[n, 2]: the low and high halves of each key. Raises UserError for a key that is not 16 bytes."""
     if isinstance(keys, np.ndarray):
         flat = np.ascontiguousarray(keys).view(np.uint8).reshape(-1)
-        if flat.nbytes % wire.KEY_BYTES or (keys.ndim > 1 and keys.nbytes // len(keys) != wire.KEY_BYTES):
+        if flat.nbytes % wire.KEY_BYTES or (keys.ndim > 1 and keys.nbytes != len(keys) * wire.KEY_BYTES):
             raise UserError(f"an array of keys has {wire.KEY_BYTES} bytes for each")
         return flat.view("<u8").reshape(-1, 2)
     if isinstance(keys, bytes):

@@ -63,8 +63,9 @@ class RegisteredMemory:
         Raises UserError when one lies outside the memory.
         """
         starts, sizes = np.broadcast_arrays(np.atleast_1d(offsets), np.atleast_1d(lengths))
-        if starts.ndim != 1 or starts.dtype.kind not in "iu" or sizes.dtype.kind not in "iu":
+        if starts.ndim != 1 or (len(starts) and (starts.dtype.kind not in "iu" or sizes.dtype.kind not in "iu")):
             raise UserError("offsets and lengths are whole numbers in one row")
+        starts, sizes = starts.astype(np.int64), sizes.astype(np.int64)  # what the caller has may be too narrow
         if len(starts):
             whole = self.length_bytes
             outside = int(starts.min()) < 0 or int(sizes.min()) < 0 or max(int(starts.max()), int(sizes.max())) > whole
@@ -76,7 +77,12 @@ class RegisteredMemory:
 
     def blocks(self, indices: npt.ArrayLike, block_bytes: int) -> Spans:
         """Pieces of a paged pool: the blocks numbered `indices` of `block_bytes` each. Raises UserError."""
-        return self.spans(np.atleast_1d(np.asarray(indices)) * block_bytes, block_bytes)
+        numbers, size = np.atleast_1d(indices), int(block_bytes)
+        if numbers.size and numbers.dtype.kind not in "iu":
+            raise UserError("block numbers are whole numbers")
+        if numbers.size and not 0 <= int(numbers.min()) <= int(numbers.max()) < self.length_bytes // max(size, 1):
+            raise UserError(f"a block lies outside the {self.length_bytes // max(size, 1)} of this memory")
+        return self.spans(numbers.astype(np.int64) * size, size)  # block tables are often 32 bits wide
 
     def __getitem__(self, part: slice) -> memoryview:
         return self.view[part]

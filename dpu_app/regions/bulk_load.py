@@ -7,6 +7,7 @@ reported, for the recovery to free.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -48,11 +49,13 @@ class BulkLoad:
         self.losers: list[int] = []
         """Slots whose key another slot holds with a later generation."""
 
-    def add(self, slots: Slots, hashes: U64s) -> None:
-        """Place slots whose columns are set. `hashes` are the index's, of their keys."""
+    def add(self, places: Sequence[slice | Slots]) -> None:
+        """Place slots whose columns are set."""
+        parts = [np.arange(place.start, place.stop) if isinstance(place, slice) else place for place in places]
+        slots = np.concatenate(parts) if parts else np.zeros(0, np.int64)
         for start in range(0, len(slots), _ADD_PIECE):
             part = slots[start : start + _ADD_PIECE]
-            tags, first, second = self._hash.places_many(hashes[start : start + _ADD_PIECE])
+            tags, first, second = self._hash.places_many(self._hash.hash_slots(part))
             full = self._place(part, tags, first.view(np.int64))
             crowded = self._place(part[full], tags[full], second[full].view(np.int64))
             self._homeless.append(part[full[crowded]])

@@ -107,6 +107,16 @@ def test_generated_blocks_and_statistics(agent: Agent) -> None:
     assert "connected" in table
 
 
+def test_a_file_larger_than_the_windows(agent: Agent, tmp_path: Path) -> None:
+    file, manifest, back = tmp_path / "file", tmp_path / "manifest.json", tmp_path / "back"
+    content = random.Random(2).randbytes(96 << 20)  # of 4 x 8 MiB of windows, and 4 x 64 MiB of flash
+    file.write_bytes(content)
+    stored = agent.json("put", str(file), "-m", str(manifest), "--block", "128KiB", "--until", "flash")
+    assert stored["statuses"] == {"ok": 768}
+    assert agent.json("get", str(manifest), "-o", str(back))["statuses"] == {"ok": 768}
+    assert back.read_bytes() == content
+
+
 def test_mistakes_are_told_plainly(agent: Agent, tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.touch()

@@ -25,7 +25,7 @@ def _plan(chance: float, *faults: str) -> FaultPlan:
 
 def _contract_violations(plan: FaultPlan, seed: int) -> int:
     media = Media(CAPACITY_BYTES)
-    target = flash_contract.FlashUnderTest(lambda: SimFlash(media, seed, plan))
+    target = flash_contract.FlashUnderTest(lambda: SimFlash(media, seed, plan), AnonymousMemory)
     count = 0
     for check in flash_contract.CHECKS:
         try:

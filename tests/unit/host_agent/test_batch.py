@@ -44,6 +44,7 @@ def _scattered(pieces: list[list[tuple[int, int]]]) -> Spans:
 
 
 def test_keys_in_every_form() -> None:
+    assert len(batch.key_pairs(np.zeros((0, 16), np.uint8))) == 0
     keys = [key(n) for n in range(5)]
     expected = batch.key_pairs(keys).tolist()
     joined = b"".join(keys)

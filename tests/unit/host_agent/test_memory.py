@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from common.errors import UserError
-from host_agent.buffers import describe, view_of
+from host_agent.buffers import Buffer, describe, view_of
 from host_agent.memory import MemoryTable, RegisteredMemory, registered_buffer
 
 
@@ -143,6 +143,28 @@ def test_pieces_must_lie_inside() -> None:
             memory.spans(offsets, lengths)
     with pytest.raises(UserError, match="whole numbers"):
         memory.spans([0.5], 1)
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.uint32, np.int64, np.uint64])
+def test_narrow_block_tables_reach_the_whole_pool(kind: Any) -> None:
+    """An engine's block table is 32 bits wide; a pool has more bytes than that."""
+    pool = RegisteredMemory(Buffer(1 << 40, 8 << 30, None), lambda memory: None, None)
+    assert pool.blocks(np.array([4096 + 5], kind), 1 << 20).addresses.tolist() == [(1 << 40) + ((4096 + 5) << 20)]
+    with pytest.raises(UserError, match="outside"):
+        pool.blocks(np.array([8192], kind), 1 << 20)
+
+
+def test_sums_of_narrow_numbers_do_not_wrap() -> None:
+    memory = RegisteredMemory(Buffer(1 << 40, 250, None), lambda memory: None, None)
+    with pytest.raises(UserError, match="outside"):
+        memory.spans(np.array([200], np.uint8), np.array([100], np.uint8))
+    with pytest.raises(UserError, match="outside"):
+        memory.blocks([1 << 62], 4)
+
+
+def test_no_blocks_are_no_error() -> None:
+    memory = _register(MemoryTable(), bytearray(1000))
+    assert len(memory.blocks([], 100)) == len(memory.spans([], 100)) == 0
 
 
 def test_closing_twice_is_fine() -> None:

@@ -88,13 +88,19 @@ class World:
         self._start(format_new=media is None)
         self.flash.plan = plan
 
-    def _start(self, format_new: bool) -> None:
+    def _start(self, format_new: bool, order_later: bool = False) -> None:
         layout = WindowLayout.fit(self._frames * SLOT_BYTES, SLOT_BYTES)
         self.memory = AnonymousMemory(layout.memory_bytes)
         self.flash.register_memory(self.memory)
         if format_new:
             format_region(self.flash, self.memory, "r", SLOT_BYTES, now_s=START_S)
-        self.region = open_region(self.flash, self.memory, self._eviction, now_s=self.clock.wall_ns() // 10**9)
+        self.region = open_region(
+            self.flash,
+            self.memory,
+            self._eviction,
+            now_s=self.clock.wall_ns() // 10**9,
+            order_later_above_slots=0 if order_later else None,
+        )
         self.slots = self.region.superblock.geometry.slots
         self.window = Window(layout, self.memory.address, self.memory.view)
         self.leases = LeaseLedger()
@@ -111,7 +117,7 @@ class World:
         self.engine.open_session(1, "t", {1: NAMESPACE})
         self.engine.connected(1, 1, window_lkey=5)
 
-    def restart(self, clean: bool) -> None:
+    def restart(self, clean: bool, order_later: bool = False) -> None:
         """Stop (flushing everything) or crash, and open again what is on flash."""
         if clean:
             self.engine.drain()
@@ -122,7 +128,7 @@ class World:
             self.flash.crash()
         self.flash = SimFlash(self.media, seed=2)
         self.answers.clear()
-        self._start(format_new=False)
+        self._start(format_new=False, order_later=order_later)
 
     # ---------------------------------------------------------------- the driver
 

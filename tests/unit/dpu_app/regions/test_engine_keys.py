@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -62,6 +63,16 @@ def test_freed_slots_are_discarded_in_batches() -> None:
     world.pass_ms(200)
     world.settle()
     assert world.engine.stats()[StatId.DISCARDED_BYTES] == 16 * SLOT_BYTES
+    assert world.engine.slots_accounted() == world.slots
+
+
+@pytest.mark.parametrize("count", [2, 20])
+@pytest.mark.parametrize("op", [Op.LOOKUP, Op.DELETE])
+def test_an_expired_block_that_a_batch_names_twice_is_a_miss_each_time(op: Op, count: int) -> None:
+    world = World()
+    world.store(FOUR, ttl_s=1)
+    world.clock.now_ns += 2_000_000_000
+    assert statuses(world.ask(op, world.key_entries([FOUR[0]] * count))) == [Status.MISS] * count
     assert world.engine.slots_accounted() == world.slots
 
 

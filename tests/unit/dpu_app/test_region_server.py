@@ -1,0 +1,328 @@
+"""The region server's loop among agents that behave badly: its turns end, credits bind, no agent ends it for others."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import itertools
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common import wire
+from common.status import Status
+from common.wire import CONNECT_DATA, Op, StatId
+from doca_shims.api import Completion, ConnectionState, Opcode, RecvRequest, SendRequest, ShimError, WcStatus
+from dpu_app.peer import Peer
+from dpu_app.region_server import RegionFacts, RegionServer
+from dpu_app.worker_channel import ChannelClosedError, Message
+from tests.unit.dpu_app.regions.engine_world import SLOT_BYTES, World, content, key, statuses
+
+CREDITS = 4
+TOKEN = b"t" * 16
+KEYS = [key(i) for i in range(4)]
+
+
+class _Event:
+    """A descriptor that is readable from `set` on."""
+
+    def __init__(self) -> None:
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK)
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def set(self) -> None:
+        os.eventfd_write(self._fd, 1)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class AgentConnection(_Event):
+    """The server's side of a connection and the agent at its other end, in one. `heard` is called with each answer
+    as it is sent."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self.world = world
+        self.state = ConnectionState.READY
+        self.answers: list[wire.Capsule] = []
+        self.heard: Callable[[wire.Capsule], None] = lambda _: None
+        self.hold_sent = False
+        self.fail_posts = False
+        self._held: list[Completion] = []
+        self._receives: deque[RecvRequest] = deque()
+        self._unsent: deque[bytes] = deque()
+        self._queue: deque[Completion] = deque()
+        self._ids = itertools.count(1)
+
+    # the agent
+
+    def ask(self, op: Op, entries: Any, **options: Any) -> None:
+        self._unsent.append(wire.encode(op, next(self._ids), entries, **options))
+        self._flow()
+
+    def release_sent(self) -> None:
+        self._queue.extend(self._held)
+        self._held.clear()
+        self.set()
+
+    def _flow(self) -> None:
+        while self._unsent and self._receives:
+            capsule, receive = self._unsent.popleft(), self._receives.popleft()
+            np.ctypeslib.as_array(_bytes_at(receive.sge.address, len(capsule)))[:] = np.frombuffer(capsule, np.uint8)
+            self._queue.append(Completion(receive.wr_id, WcStatus.SUCCESS, Opcode.RECV, len(capsule)))
+        self.set()
+
+    # doca_shims.api.Connection
+
+    def post_recv(self, requests: Sequence[RecvRequest]) -> None:
+        self._receives.extend(requests)
+        self._flow()
+
+    def post_send(self, requests: Sequence[SendRequest]) -> None:
+        if self.fail_posts:
+            raise ShimError(errno.ENOTCONN, "ibv_post_send", "the peer has just gone")
+        for request in requests:
+            if request.opcode is not Opcode.SEND:
+                self._queue.extend(self.world.perform([request]))
+                continue
+            (sge,) = request.sges
+            done = Completion(request.wr_id, WcStatus.SUCCESS, Opcode.SEND, sge.length)
+            (self._held if self.hold_sent else self._queue).append(done)
+            answer = wire.decode_response(bytes(_bytes_at(sge.address, sge.length)))
+            self.answers.append(answer)
+            self.heard(answer)
+        self.set()
+
+    def poll(self, max_completions: int = 256) -> list[Completion]:
+        out = [self._queue.popleft() for _ in range(min(max_completions, len(self._queue)))]
+        if not self._queue:
+            try:
+                os.eventfd_read(self.fileno())
+            except BlockingIOError:
+                return out
+        return out
+
+
+def _bytes_at(address: int, length: int) -> Any:
+    return (ctypes.c_ubyte * length).from_address(address)
+
+
+class Domain:
+    def __init__(self) -> None:
+        self._keys = itertools.count(1)
+
+    def register(self, address: int, length_bytes: int, access: Any, owner: object = None) -> Any:
+        del address, length_bytes, access, owner
+        number = next(self._keys)
+        return SimpleNamespace(lkey=number, rkey=number, close=lambda: None)
+
+    def close(self) -> None: ...
+
+
+class Channel(_Event):
+    """The worker's end of the supervisor's channel."""
+
+    wants_write = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: deque[Message] = deque()
+        self.gone = False
+        self.events: list[str] = []
+        self.seen: Callable[[], None] = lambda: None
+
+    def say(self, message: Message) -> None:
+        self.messages.append(message)
+        self.set()
+
+    def recv(self) -> list[Message]:
+        self.seen()
+        out = list(self.messages)
+        self.messages.clear()
+        return out
+
+    def reply(self, request_id: int, result: Message | None = None) -> None:
+        del request_id, result
+        if self.gone:
+            raise ChannelClosedError("gone")
+
+    def reply_error(self, request_id: int, error: BaseException) -> None:
+        del error
+        self.reply(request_id)
+
+    def event(self, name: str, **fields: Any) -> None:
+        del fields
+        self.events.append(name)
+
+    def flush(self) -> None: ...
+
+
+class Rig:
+    """A region server on an engine in memory, with one agent connected and four blocks stored."""
+
+    def __init__(self) -> None:
+        self.world = World(frames=16)
+        self.world.store(KEYS)
+        self.world.settle()
+        self.world.engine.disconnected(1)
+        self.channel, self.listener, self.flash = Channel(), _Event(), _Event()
+        self.peers: dict[int, Peer] = {}
+        self.requests: deque[Any] = deque()
+        self.fabric = SimpleNamespace(allocate=AnonymousMemory, alloc_pd=Domain)
+        vars(self.listener).update(address="a", accept=lambda: self.requests.popleft() if self.requests else None)
+        vars(self.flash).update(poll=self.world.flash.poll, submit=self._submit)
+        facts = RegionFacts("r", "00" * 16, SLOT_BYTES, self.world.slots, 0, 1)
+        server: Any = RegionServer
+        self.server: RegionServer = server(
+            facts,
+            self.world.engine,
+            self.peers,
+            self.fabric,
+            self.listener,
+            self.flash,
+            self.world.memory,
+            self.channel,
+            self.world.clock,
+            CREDITS,
+            1024,
+        )
+        namespaces = [{"handle": 1, "digest": (b"n" * 16).hex()}]
+        opening = {"session_id": 9, "token": TOKEN.hex(), "tenant": "t", "namespaces": namespaces}
+        self.channel.say({"id": 1, "method": "session_open", "params": opening})
+        self.turn()
+
+    def _submit(self, requests: Any) -> None:
+        self.world.flash.submit(requests)
+        self.flash.set()
+
+    def connect(self) -> AgentConnection:
+        connection = AgentConnection(self.world)
+
+        def accept(pd: Any, limits: Any, recvs: Any, private_data: bytes) -> AgentConnection:
+            del pd, limits, private_data
+            connection.post_recv(recvs)
+            return connection
+
+        request = SimpleNamespace(private_data=CONNECT_DATA.pack(9, TOKEN), peer="agent", accept=accept)
+        self.requests.append(request)
+        self.listener.set()
+        return connection
+
+    def turn(self, count: int = 1) -> None:
+        """Let the loop go round some times, then stop it; a test may go on afterwards."""
+        left = [count]
+
+        def stopped() -> bool:
+            left[0] -= 1
+            return left[0] < 0
+
+        vars(self.server)["_stopped"] = stopped
+        self.channel.set()  # so that no turn waits
+        self.server.run()
+
+    def close(self) -> None:
+        self.server.close()
+        for owned in (self.channel, self.listener, self.flash):
+            owned.close()
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    rig = Rig()
+    yield rig
+    rig.close()
+
+
+def test_requests_are_answered(rig: Rig) -> None:
+    agent = rig.connect()
+    rig.turn(2)
+    agent.ask(Op.RETRIEVE, rig.world.block_entries(KEYS, 0))
+    rig.turn(2)
+    assert statuses(agent.answers[0]) == [Status.OK] * 4
+    assert bytes(rig.world.client.view[:SLOT_BYTES]) == content(KEYS[0])
+
+
+def test_an_agent_that_never_pauses_does_not_keep_the_loop(rig: Rig) -> None:
+    """Each answer brings the next request before the loop has looked elsewhere."""
+    agent = rig.connect()
+    rig.turn(2)
+    left = iter(range(1000))
+
+    def ask_again(_: wire.Capsule) -> None:
+        if next(left, None) is not None:
+            agent.ask(Op.RETRIEVE, rig.world.block_entries(KEYS[:1], 0))
+
+    agent.heard = ask_again
+    agent.ask(Op.RETRIEVE, rig.world.block_entries(KEYS[:1], 0))
+    rig.turn()
+    assert 1 <= len(agent.answers) < 10
+    before = len(agent.answers)
+    rig.turn(50)
+    assert len(agent.answers) >= before + 50
+
+
+def test_an_agent_that_ignores_its_credits_waits_for_itself(rig: Rig) -> None:
+    agent = rig.connect()
+    rig.turn(2)
+    vars(rig.flash)["submit"] = lambda _: None  # flash never answers, so no store is durable
+    for _ in range(10 * CREDITS):
+        agent.ask(Op.STORE, rig.world.block_entries([key(100)], SLOT_BYTES), flags=wire.Flags.UNTIL_FLASH)
+    for _ in range(30):
+        rig.turn()
+        assert 0 < rig.world.engine.stats()[StatId.PENDING] <= CREDITS
+
+
+def test_every_request_is_answered_though_sending_is_slow(rig: Rig) -> None:
+    agent = rig.connect()
+    rig.turn(2)
+    agent.hold_sent = True
+    for _ in range(5 * CREDITS):
+        agent.ask(Op.LOOKUP, rig.world.key_entries(KEYS))
+    for _ in range(20):
+        rig.turn()
+        agent.release_sent()
+    assert [answer.request_id for answer in agent.answers] == list(range(1, 5 * CREDITS + 1))
+
+
+def test_a_connection_that_breaks_under_a_waiting_answer_ends_alone(rig: Rig) -> None:
+    agent = rig.connect()
+    rig.turn(2)
+    agent.hold_sent = True
+    for _ in range(2 * CREDITS):
+        agent.ask(Op.LOOKUP, rig.world.key_entries(KEYS))
+    rig.turn(4)
+    assert len(agent.answers) == CREDITS
+    agent.fail_posts = True
+    agent.release_sent()
+    rig.turn(2)
+    assert not rig.peers
+    assert "connection_lost" in rig.channel.events
+
+
+def test_an_agent_for_which_there_is_no_memory_is_told(rig: Rig) -> None:
+    def no_memory(length_bytes: int) -> AnonymousMemory:
+        raise ShimError(errno.ENOMEM, "allocate", f"{length_bytes} bytes")
+
+    vars(rig.fabric)["allocate"] = no_memory
+    told: list[str] = []
+    rig.connect()
+    vars(rig.requests[0])["reject"] = told.append
+    rig.turn()
+    assert len(told) == 1
+
+
+def test_a_supervisor_that_dies_during_a_drain_is_no_fault(rig: Rig) -> None:
+    rig.channel.say({"id": 2, "method": "drain", "params": {"timeout_s": 60}})
+    rig.channel.gone = True
+    rig.turn(3)
+    del vars(rig.server)["_stopped"]
+    rig.server.run()  # told to stop by the loss itself
+    assert rig.server.drained
