@@ -116,7 +116,7 @@ class World:
         self.flash = SimFlash(
             self.media,
             self.random.getrandbits(32),
-            NO_FAULTS,
+            scenario.recovery_faults,
             queue_depth=max(scenario.queue_depth, 1),
             max_io_bytes=scenario.max_io_bytes,
         )
