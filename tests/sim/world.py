@@ -249,8 +249,9 @@ class World:
         for client in self.clients:
             blocks = [block for digest in client.handles.values() for block in self.truth.of[digest]]
             blocks = self.random.sample(blocks, int(len(blocks) * self.scenario.prefill))
-            for start in range(0, len(blocks), 2):
-                client.store_now(blocks[start : start + 2])
+            count = max(1, min(8, int(self.scenario.frames * self.scenario.dirty_fraction)))
+            for start in range(0, len(blocks), count):
+                client.store_now(blocks[start : start + count])
                 self._deliver_all(client)
                 self._settle(partial(_answered_all, client), "storing")
 
