@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from common import wire
 from common.status import BlockState, Status
 from common.wire import Flags, Op, StatId
+from dpu_app.regions import catalogue
 from tests.unit.dpu_app.regions.engine_world import SLOT_BYTES, World, key, statuses
 
 FOUR = [key(i) for i in range(4)]
@@ -74,6 +75,19 @@ def test_an_expired_block_that_a_batch_names_twice_is_a_miss_each_time(op: Op, c
     world.clock.now_ns += 2_000_000_000
     assert statuses(world.ask(op, world.key_entries([FOUR[0]] * count))) == [Status.MISS] * count
     assert world.engine.slots_accounted() == world.slots
+
+
+def test_many_blocks_that_expire_at_once_are_cleared_away_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalogue, "EXPIRE_MAX", 8, raising=False)
+    world = World(frames=16)
+    for start in range(0, 40, 8):
+        world.store([key(number) for number in range(start, start + 8)], 700, ttl_s=60)
+    world.clock.now_ns += 61_000_000_000
+    expired = []
+    for _ in range(7):
+        world.pass_ms(150)
+        expired.append(world.engine.stats()[StatId.EXPIRED])
+    assert expired == [8, 16, 24, 32, 40, 40, 40]
 
 
 def test_pins_keep_touch_renews() -> None:
