@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import numpy as np
@@ -13,6 +14,7 @@ from common import wire
 from common.status import BlockState, Status
 from common.wire import Flags, Op, StatId
 from dpu_app.regions import catalogue
+from dpu_app.regions.batch import Batch
 from tests.unit.dpu_app.regions.engine_world import SLOT_BYTES, World, key, statuses
 
 FOUR = [key(i) for i in range(4)]
@@ -141,6 +143,18 @@ def test_stat_answers_every_counter() -> None:
     values = {int(row["stat_id"]): int(row["value"]) for row in answer.entries}
     assert set(values) == {int(stat) for stat in StatId}
     assert (values[StatId.SLOTS_USED], values[StatId.STORE_BYTES]) == (4, 4 * SLOT_BYTES)
+
+
+def test_answered_requests_are_not_kept_behind_one_that_stays_open() -> None:
+    world = World()
+    world.hold_fabric = True
+    world.submit(Op.STORE, world.block_entries(FOUR, SLOT_BYTES), deadline_us=1_000_000)
+    for _ in range(2000):
+        world.submit(Op.LOOKUP, world.key_entries(FOUR), deadline_us=60_000_000)
+        world.engine.next_wakeup_ns()
+    assert sum(isinstance(thing, Batch) for thing in gc.get_objects()) < 600
+    world.pass_ms(1001)
+    assert statuses(world.answer(1)) == [Status.DEADLINE] * 4
 
 
 def test_a_request_id_in_use_is_refused() -> None:
