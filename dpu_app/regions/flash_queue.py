@@ -1,9 +1,9 @@
 """The region's queue in front of its flash device: priorities, tags, and whole-or-failed results.
 
 Demand reads go first, but for an eighth of the device's depth while writes wait; then slot-table writes, then data
-writes (at most half of the depth while reads wait), then prefetch reads and discards. A short count is carried on from where it stopped; only a
-transfer that moved every byte succeeds. A completion whose tag is unknown or already answered is counted and
-ignored. The engine moves what `pump` returns to the device and the device's completions to `complete`.
+writes (at most half of the depth while reads wait), then prefetch reads and discards. A short count is carried on from
+where it stopped; only a transfer that moved every byte succeeds. A completion whose tag is unknown or already answered
+is counted and ignored. The engine moves what `pump` returns to the device and the device's completions to `complete`.
 """
 
 from __future__ import annotations

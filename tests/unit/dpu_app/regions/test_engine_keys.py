@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from common import wire
 from common.status import BlockState, Status
-from common.wire import Flags, Op, StatId
+from common.wire import EntryFlags, Flags, Op, StatId
 from dpu_app.regions import catalogue
 from dpu_app.regions.batch import Batch
 from tests.unit.dpu_app.regions.engine_world import SLOT_BYTES, World, key, statuses
@@ -77,6 +77,28 @@ def test_an_expired_block_that_a_batch_names_twice_is_a_miss_each_time(op: Op, c
     world.clock.now_ns += 2_000_000_000
     assert statuses(world.ask(op, world.key_entries([FOUR[0]] * count))) == [Status.MISS] * count
     assert world.engine.slots_accounted() == world.slots
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_a_deleted_block_does_not_come_back_from_an_earlier_slot(again: bool) -> None:
+    """The block was evicted by a store that then failed: its old slot still has its bytes and, on flash, its entry."""
+    world = World(slots=128, frames=16)
+    keys = [key(number) for number in range(world.slots)]
+    for start in range(0, len(keys), 4):
+        world.store(keys[start : start + 4], flags=Flags.UNTIL_FLASH)
+    evicted = [keys[100], keys[0]]  # in this order, in two pages of the slot table
+    for start in range(0, len(keys), 8):
+        touched = [name for name in keys[start : start + 8] if name not in evicted]
+        world.ask(Op.TOUCH, world.key_entries(touched))
+    world.ask(Op.TOUCH, world.key_entries([keys[0]]))
+    bad = world.block_entries([key(5000), key(5001)], SLOT_BYTES, flags=int(EntryFlags.HAS_CHECKSUM))
+    assert statuses(world.ask(Op.STORE, bad)) == [Status.CHECKSUM] * 2
+    if again:
+        assert world.store(evicted[:1], flags=Flags.UNTIL_FLASH) == [Status.OK]
+    expected = Status.OK if again else Status.MISS
+    assert statuses(world.ask(Op.DELETE, world.key_entries(evicted[:1]))) == [expected]
+    world.restart(clean=False)
+    assert world.lookup(evicted[:1]) == [Status.MISS]
 
 
 def test_many_blocks_that_expire_at_once_are_cleared_away_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
