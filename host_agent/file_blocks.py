@@ -9,10 +9,11 @@ import os
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Final, Protocol, TypeAlias
+from typing import BinaryIO, Final, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -100,32 +101,58 @@ def put(
 
 
 def get(client: Client, namespace: Namespace, manifest: Manifest, output: Path, progress: Progress) -> Counter[Status]:
-    """Write the file back, whole or not at all: `output` appears only when every block came and is right."""
-    batch_blocks = max(1, BATCH_BYTES // manifest.block_bytes)
-    counts: Counter[Status] = Counter()
-    load = partial(client.retrieve, namespace, timeout_s=CALL_TIMEOUT_S)
-    descriptor, temporary = tempfile.mkstemp(dir=output.parent, prefix=f".{output.name}.")
+    """Write the file back, whole or not at all: `output` appears only when every block came and is right.
+
+    Raises UserError where it cannot be written.
+    """
+    with _writing(output):
+        descriptor, temporary = tempfile.mkstemp(dir=output.parent, prefix=f".{output.name}.")
     try:
-        with os.fdopen(descriptor, "wb") as file, client.allocate(batch_blocks * manifest.block_bytes) as pool:
-            for first in range(0, len(manifest.blocks), batch_blocks):
-                part = manifest.blocks[first : first + batch_blocks]
-                lengths = [block.length_bytes for block in part]
-                offsets = np.arange(len(part)) * manifest.block_bytes
-                keys = [block.key for block in part]
-                statuses = _patiently(load, keys, pool, offsets, np.array(lengths))
-                for index, block in enumerate(part):
-                    status = Status(int(statuses[index]))
-                    view = pool.view[index * manifest.block_bytes :][: block.length_bytes]
-                    if status is Status.OK and xxhash.xxh3_64_intdigest(view) != block.checksum:
-                        status = Status.CORRUPT
-                    counts[status] += 1
-                    file.write(view)
-                progress(sum(lengths))
+        with os.fdopen(descriptor, "wb") as file:
+            counts = _load(client, namespace, manifest, file, output, progress)
+            with _writing(output):
+                file.flush()
         if set(counts) == {Status.OK}:
-            os.replace(temporary, output)
+            with _writing(output):
+                os.replace(temporary, output)
     finally:
         if os.path.exists(temporary):
             os.unlink(temporary)
+    return counts
+
+
+@contextmanager
+def _writing(output: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{output}: cannot be written: {error.strerror}") from error
+
+
+def _load(
+    client: Client, namespace: Namespace, manifest: Manifest, file: BinaryIO, output: Path, progress: Progress
+) -> Counter[Status]:
+    """Every block of the manifest, in order, into `file`: right ones, and anything in the place of others. `output` is
+    what errors call it."""
+    batch_blocks = max(1, BATCH_BYTES // manifest.block_bytes)
+    counts: Counter[Status] = Counter()
+    load = partial(client.retrieve, namespace, timeout_s=CALL_TIMEOUT_S)
+    with client.allocate(batch_blocks * manifest.block_bytes) as pool:
+        for first in range(0, len(manifest.blocks), batch_blocks):
+            part = manifest.blocks[first : first + batch_blocks]
+            lengths = [block.length_bytes for block in part]
+            offsets = np.arange(len(part)) * manifest.block_bytes
+            keys = [block.key for block in part]
+            statuses = _patiently(load, keys, pool, offsets, np.array(lengths))
+            for index, block in enumerate(part):
+                status = Status(int(statuses[index]))
+                view = pool.view[index * manifest.block_bytes :][: block.length_bytes]
+                if status is Status.OK and xxhash.xxh3_64_intdigest(view) != block.checksum:
+                    status = Status.CORRUPT
+                counts[status] += 1
+                with _writing(output):
+                    file.write(view)
+            progress(sum(lengths))
     return counts
 
 
