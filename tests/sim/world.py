@@ -157,6 +157,7 @@ class World:
             self.truth,
             self.scenario.slot_bytes,
             random.Random(self.random.getrandbits(32)),
+            self.clock.monotonic_ns,
             self.clock.wall_ns,
             lambda: self.step_number,
         )
@@ -273,6 +274,8 @@ class World:
             self._pass_time(self.random.choice((1_000, 50_000, 1_000_000, 20_000_000)))
         elif choice < 0.96:
             self._pass_time(self.random.choice((200_000_000, 1_100_000_000)))
+        elif choice < 0.962:
+            self._set_wall_clock()
         else:
             self._read_lease()
         if self.random.random() < self.scenario.reconnects:
@@ -344,6 +347,12 @@ class World:
             self.engine.tick()
             self._carry_out()
         self.clock.now_ns = target_ns
+
+    def _set_wall_clock(self) -> None:
+        """Somebody sets the clock by which blocks expire; what was to expire by it may do so at other times now."""
+        self.clock.wall_offset_ns += self.random.choice((-3, -1, 2)) * NS_PER_S
+        for block in self.truth.blocks.values():
+            block.expires_wall_ns = 0
 
     def _read_lease(self) -> None:
         """A one-sided READ under a lease: right bytes while it lasts, refused afterwards."""
