@@ -210,6 +210,7 @@ class Client:
             Op.PREFETCH: self._prefetch,
             Op.RELEASE: self._release,
             Op.CANCEL: self._cancel,
+            Op.LIST: self._list,
         }
         maker = makers.get(op)
         if maker is not None:
@@ -452,6 +453,12 @@ class Client:
         entries["request_id"] = self.random.choice(sorted(self.requests))
         self._queue(Op.CANCEL, entries, [Item(None)])
 
+    def _list(self) -> None:
+        entries = np.zeros(1, wire.LIST_REQUEST)
+        entries["limit"] = self.random.choice((0, 1, 7))
+        entries["cursor"] = self.random.choice((0, 0, 5, 1 << 40))
+        self._queue(Op.LIST, entries, [], flags=Flags.ALL_NAMESPACES)
+
     # ---------------------------------------------------------------- answers
 
     def receive(self, capsule: bytes) -> None:
@@ -462,6 +469,9 @@ class Client:
             raise Violation(f"{response.op.name} {response.request_id}: an answer to nothing, or a second one")
         require(response.op is request.op, f"a {response.op.name} answers a {request.op.name}")
         require(response.status is Status.OK, f"{request.op.name} was refused as a whole: {response.status.name}")
+        if request.op is Op.LIST:
+            self._judge_list(request, response.entries)
+            return
         require(len(response.entries) == len(request.items), f"{request.op.name}: entries lost")
         self.answered += 1
         for row, item in zip(response.entries, request.items):
@@ -499,6 +509,15 @@ class Client:
             require(not settled or int(row["state"]) in ON_FLASH, "LOOKUP: acknowledged on flash, now only staged")
         elif op is Op.DELETE and status is Status.OK and item.deletes_alone and block.stores_sent == item.stores_sent:
             block.gone_at = self.now_step()
+
+    def _judge_list(self, request: Request, rows: wire.Entries) -> None:
+        """Only blocks of the session's own namespaces, as they were stored."""
+        for row in rows:
+            block = self.truth.find(self.handles[int(row["namespace"])], wire.key_bytes(row))
+            if block is None:
+                raise Violation("LIST: a block that nobody knows")
+            self._hit(request, block)
+            require(int(row["length"]) == len(block.value), "LIST: wrong length")
 
     def _judge_store(self, request: Request, item: Item, block: Block, status: Status, row: np.void) -> None:
         if not status.success:

@@ -48,6 +48,7 @@ REQUESTS = {
     Op.TOUCH: 1,
     Op.DELETE: 8,
     Op.CANCEL: 3,
+    Op.LIST: 2,
 }
 """How often each is sent, relative to the others."""
 TENANTS = {"red": (1, 2), "blue": (1,)}
