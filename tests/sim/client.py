@@ -8,87 +8,22 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import numpy as np
 import xxhash
 
 from common import wire
-from common.status import BlockState, Status
+from common.status import Status
 from common.wire import EntryFlags, Flags, Op
 from doca_shims.api import Access, Opcode
+from tests.sim.judge import Judge
+from tests.sim.requests import ALLOWED, Item, Request
 from tests.sim.truth import NEVER, Block, Truth, Violation, require
 
-NS_PER_S = 1_000_000_000
 BUFFERS = 40
 JUNK = bytes(range(64, 128))
 PAD = 16
 """Bytes between buffers, which nobody may write."""
-ON_FLASH = (BlockState.FLASH, BlockState.STAGED_AND_FLASH)
-REFUSALS = {Status.BUSY, Status.NO_SPACE, Status.DEADLINE, Status.CANCELLED, Status.QUOTA_EXCEEDED, Status.DRAINING}
-ALLOWED: dict[Op, set[Status]] = {
-    Op.STORE: REFUSALS
-    | {Status.OK, Status.EXISTS, Status.TOO_LARGE, Status.BAD_LENGTH, Status.DENIED, Status.CHECKSUM}
-    | {Status.TRANSFER_ERROR, Status.FLASH_ERROR, Status.BAD_RANGE, Status.NOT_ADMITTED},
-    Op.RETRIEVE: {Status.OK, Status.MISS, Status.DENIED, Status.BAD_RANGE, Status.OVERLAP}
-    | {Status.DEADLINE, Status.CANCELLED, Status.BUSY},
-    Op.PREFETCH: {Status.OK, Status.MISS, Status.DENIED, Status.BAD_RANGE, Status.OVERLAP}
-    | {Status.DEADLINE, Status.CANCELLED, Status.DROPPED, Status.LATE},
-    Op.LOOKUP: {Status.OK, Status.MISS, Status.DENIED},
-    Op.LEASE: {Status.OK, Status.MISS, Status.DENIED, Status.DEADLINE, Status.CANCELLED, Status.BUSY},
-    Op.RELEASE: {Status.OK, Status.MISS},
-    Op.PIN: {Status.OK, Status.MISS, Status.DENIED, Status.NO_SPACE},
-    Op.UNPIN: {Status.OK, Status.MISS, Status.DENIED},
-    Op.TOUCH: {Status.OK, Status.MISS, Status.DENIED},
-    Op.DELETE: {Status.OK, Status.MISS, Status.DENIED, Status.IN_USE, Status.FLASH_ERROR}
-    | {Status.DEADLINE, Status.CANCELLED},
-    Op.CANCEL: {Status.OK, Status.MISS},
-}
-
-
-@dataclass
-class Item:
-    """One entry of a request."""
-
-    block: Block | None
-    """None: a handle this session has not opened."""
-    buffers: list[int] = field(default_factory=list)
-    offset: int = 0
-    wanted: int = 0
-    expected: set[Status] | None = None
-    """What the answer must be one of, where the request itself decides that."""
-    ttl_s: int = 0
-    """STORE: of the block; PIN: of the pin."""
-    deletes_alone: bool = False
-    """DELETE: no STORE of the block was open when it was sent; and how many had been sent."""
-    stores_sent: int = 0
-    pieces: list[tuple[int, int]] = field(default_factory=list)
-    """RETRIEVE and PREFETCH: where the bytes go, as (start in the client's memory, length)."""
-
-
-@dataclass
-class Request:
-    op: Op
-    request_id: int
-    capsule: bytes
-    flags: Flags
-    items: list[Item]
-    budget_us: int
-    arrived: int = 0
-    """The world's step at which it reached the region, and the times then."""
-    arrived_ns: int = 0
-    arrived_wall_ns: int = 0
-    deadline_ns: int = 0
-
-
-@dataclass
-class Lease:
-    block: Block
-    lease_id: int
-    generation: int
-    address: int
-    rkey: int
-    length: int
 
 
 class Client:
@@ -112,24 +47,20 @@ class Client:
         self.truth = truth
         self.slot_bytes = slot_bytes
         self.random = source
-        self.now_ns = now_ns
-        self.wall_ns = wall_ns
         self.now_step = now_step
         self.connection_id = 0
         self.base = session_id << 32
         self.stride = slot_bytes + PAD
         self.memory = bytearray(BUFFERS * self.stride)
         self.view = memoryview(self.memory)
+        self.judge = Judge(session_id, handles, truth, self.view, now_ns, wall_ns, now_step)
+        self.leases = self.judge.leases
         self.rkey = 0
         self.read_only_rkey = 0
         self.free = list(range(BUFFERS))
         self.requests: dict[int, Request] = {}
         self.unsent: list[Request] = []
-        self.leases: list[Lease] = []
         self.next_id = 1
-        self.flash_loses = False
-        """Flash may drop blocks (read faults), so that a block may vanish at any time."""
-        self.evicts = False
         self.answered = 0
         self.last_status = Status.OK
 
@@ -470,7 +401,7 @@ class Client:
         require(response.op is request.op, f"a {response.op.name} answers a {request.op.name}")
         require(response.status is Status.OK, f"{request.op.name} was refused as a whole: {response.status.name}")
         if request.op is Op.LIST:
-            self._judge_list(request, response.entries)
+            self.judge.listing(request, response.entries)
             return
         require(len(response.entries) == len(request.items), f"{request.op.name}: entries lost")
         self.answered += 1
@@ -481,101 +412,7 @@ class Client:
                 names = sorted(one.name for one in allowed)
                 raise Violation(f"{request.op.name} answered {status.name}, not one of {names}")
             if item.block is not None:
-                self._judge(request, item, item.block, status, row)
+                self.judge.entry(request, item, item.block, status, row)
         for item in request.items:
             self._closed(request, item)
             self._give_back(item)
-
-    def _judge(self, request: Request, item: Item, block: Block, status: Status, row: np.void) -> None:
-        op = request.op
-        if status is Status.OK and op in (Op.RETRIEVE, Op.PREFETCH, Op.LOOKUP, Op.LEASE, Op.PIN, Op.TOUCH):
-            self._hit(request, block)
-        elif status is Status.MISS and op in (Op.RETRIEVE, Op.PREFETCH, Op.LOOKUP, Op.LEASE, Op.PIN, Op.TOUCH):
-            self._miss(request, block)
-        if op is Op.STORE:
-            self._judge_store(request, item, block, status, row)
-        elif op in (Op.RETRIEVE, Op.PREFETCH) and status is Status.OK:
-            self._judge_load(request, item, block, row)
-        elif op is Op.LEASE and status is Status.OK:
-            self._judge_lease(block, row)
-        elif op is Op.PIN and status is Status.OK:
-            if block.deletes_open or block.unpins_open or request.arrived <= block.deleted_at:
-                return
-            block.pinned_at = self.now_step() if block.sure else NEVER
-            block.pinned_until_ns = request.arrived_ns + item.ttl_s * NS_PER_S
-        elif op is Op.LOOKUP and status is Status.OK:
-            require(int(row["length"]) == len(block.value), "LOOKUP: wrong length")
-            settled = request.arrived > block.on_flash_at and not (block.excused or self.evicts or self.flash_loses)
-            require(not settled or int(row["state"]) in ON_FLASH, "LOOKUP: acknowledged on flash, now only staged")
-        elif op is Op.DELETE and status is Status.OK and item.deletes_alone and block.stores_sent == item.stores_sent:
-            block.gone_at = self.now_step()
-
-    def _judge_list(self, request: Request, rows: wire.Entries) -> None:
-        """Only blocks of the session's own namespaces, as they were stored."""
-        for row in rows:
-            block = self.truth.find(self.handles[int(row["namespace"])], wire.key_bytes(row))
-            if block is None:
-                raise Violation("LIST: a block that nobody knows")
-            self._hit(request, block)
-            require(int(row["length"]) == len(block.value), "LIST: wrong length")
-
-    def _judge_store(self, request: Request, item: Item, block: Block, status: Status, row: np.void) -> None:
-        if not status.success:
-            return
-        require(item.expected is None or status in item.expected, "a spoiled STORE was taken")
-        if status is Status.OK:
-            require(int(row["length"]) == len(block.value), "STORE: wrong length")
-            require(int(row["checksum"]) == block.checksum, "STORE: wrong checksum")
-            block.sure = True
-            alone = block.stores_open == 1
-            latest_ns = max(self.wall_ns(), request.arrived_wall_ns) + self.now_ns() - request.arrived_ns
-            block.expires_wall_ns = latest_ns + item.ttl_s * NS_PER_S if item.ttl_s and alone else 0
-            block.expires_sent = block.stores_sent
-            if request.arrived > block.excused_at:
-                block.excused = False
-        undeleted = not block.deletes_open and request.arrived > block.deleted_at
-        if request.flags & Flags.UNTIL_FLASH and undeleted and not (block.mortal or block.excused):
-            block.on_flash_at = self.now_step()
-
-    def _judge_load(self, request: Request, item: Item, block: Block, row: np.void) -> None:
-        if not item.buffers:
-            return
-        block.sure = True
-        block.last_hit_by = self.session_id
-        wanted = item.wanted or len(block.value) - item.offset
-        expected = block.value[item.offset : item.offset + wanted]
-        require(int(row["length"]) == wanted, f"{request.op.name}: length {int(row['length'])}, not {wanted}")
-        got = bytearray()
-        for start, length in item.pieces:
-            got += self.view[start : start + length]
-        require(got == expected, f"WRONG BYTES: {request.op.name} of block {block.number}")
-        checksum = int(row["checksum"])
-        right = checksum in (0, xxhash.xxh3_64_intdigest(expected))
-        require(right, f"{request.op.name}: the checksum is not that of what was delivered")
-
-    def _judge_lease(self, block: Block, row: np.void) -> None:
-        require(int(row["length"]) == len(block.value), "LEASE: wrong length")
-        require(int(row["checksum"]) == block.checksum, "LEASE: wrong checksum")
-        self.leases.append(
-            Lease(block, *(int(row[name]) for name in ("lease_id", "generation", "address", "rkey", "length")))
-        )
-
-    def _hit(self, request: Request, block: Block) -> None:
-        what = f"{request.op.name} hit block {block.number}, which was"
-        require(block.stores_sent > 0, f"{what} never stored")
-        require(request.arrived <= block.gone_at, f"{what} deleted")
-        only = block.expires_wall_ns and block.stores_sent == block.expires_sent
-        require(not (only and request.arrived_wall_ns >= block.expires_wall_ns), f"{what} to expire before")
-
-    def _miss(self, request: Request, block: Block) -> None:
-        """Whether the block may be absent."""
-        pinned = request.arrived > block.pinned_at and request.arrived_ns < block.pinned_until_ns
-        if self.flash_loses or block.mortal or block.excused:
-            block.may_vanish()
-        elif pinned:
-            raise Violation(f"{request.op.name} missed block {block.number}, which is pinned")
-        elif self.evicts:
-            block.may_vanish()
-        else:
-            settled = request.arrived > block.on_flash_at
-            require(not settled, f"{request.op.name} missed block {block.number}, acknowledged on flash")

@@ -7,10 +7,8 @@ work is carried out and its promises are checked. Any broken promise raises `Vio
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import cache, partial
-from unittest import mock
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import xxhash
@@ -25,17 +23,17 @@ from dpu_app.regions.context import EngineSettings
 from dpu_app.regions.engine import RegionEngine
 from dpu_app.regions.index import USED
 from dpu_app.regions.quota import FixedQuotas
-from dpu_app.regions.recovery import OpenRegion, close_region, format_region, open_region
-from dpu_app.regions.superblock import ENTRIES_PER_PAGE, TABLE_OFFSET
+from dpu_app.regions.recovery import OpenRegion, close_region, open_region
 from dpu_app.regions.window import FrameState, Window, WindowLayout
 from emulator.sim_fabric import SimFabric
-from emulator.sim_flash import NO_FAULTS, Fault, FaultKind, Media, SimFlash
-from tests.sim.client import NS_PER_S, ON_FLASH, Client, Lease
+from emulator.sim_flash import NO_FAULTS, Fault, FaultKind, SimFlash
+from tests.sim.client import Client
+from tests.sim.region import SCRATCH_BYTES, SimClock, block_in, formatted, seeded_hashes, slots_in
+from tests.sim.requests import NS_PER_S, ON_FLASH, Lease
 from tests.sim.scenario import Scenario
 from tests.sim.truth import NEVER, Block, Truth, Violation, require
 
 CREDITS = 6
-SCRATCH_BYTES = 2 << 20
 REQUESTS = {
     Op.STORE: 30,
     Op.RETRIEVE: 22,
@@ -55,18 +53,6 @@ TENANTS = {"red": (1, 2), "blue": (1,)}
 """Handles of each tenant's sessions."""
 
 
-class SimClock:
-    def __init__(self) -> None:
-        self.now_ns = 5 * NS_PER_S
-        self.wall_offset_ns = 1_700_000_000 * NS_PER_S
-
-    def monotonic_ns(self) -> int:
-        return self.now_ns
-
-    def wall_ns(self) -> int:
-        return self.now_ns + self.wall_offset_ns
-
-
 class World:
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
@@ -82,7 +68,7 @@ class World:
         self.layout = WindowLayout(scenario.frames, scenario.slot_bytes)
         self.memory = AnonymousMemory(self.layout.memory_bytes)
         self.scratch = AnonymousMemory(SCRATCH_BYTES)
-        self.media = _formatted(scenario.slots, scenario.slot_bytes).copy()
+        self.media = formatted(scenario.slots, scenario.slot_bytes).copy()
         self.clients: list[Client] = []
         self.survivors: list[Block] = []
         """What was promised when the region last died."""
@@ -96,7 +82,7 @@ class World:
 
     def run(self) -> None:
         """All lives of the region. Raises Violation."""
-        with _seeded_hashes(self.random.getrandbits(64)):
+        with seeded_hashes(self.random.getrandbits(64)):
             for life in range(self.scenario.lives):
                 self._open()
                 self._after_recovery()
@@ -163,8 +149,8 @@ class World:
             lambda: self.step_number,
         )
         faults = self.scenario.faults
-        client.evicts = self.scenario.evicts
-        client.flash_loses = bool(faults.eio_read or faults.short_read or faults.eio_write)
+        client.judge.evicts = self.scenario.evicts
+        client.judge.flash_loses = bool(faults.eio_read or faults.short_read or faults.eio_write)
         self.next_session += 1
         self.engine.open_session(client.session_id, tenant, handles)
         self.clients.append(client)
@@ -213,7 +199,7 @@ class World:
         index = self.region.index
         fresh = index.flags == USED
         fresh &= index.generation == self.region.superblock.generation
-        stored = {id(self._block_in(slot)) for slot in np.flatnonzero(fresh).tolist()}
+        stored = {id(block_in(self.region.index, slot, self.truth)) for slot in np.flatnonzero(fresh).tolist()}
         sure = stored | {id(block) for block in self.survivors}
         return [
             block
@@ -365,6 +351,7 @@ class World:
         data = self.fabric.client_read(client.connection_id, lease.rkey, lease.address, lease.length)
         require(data is None or data == lease.block.value, f"WRONG BYTES under a lease of block {lease.block.number}")
         if data is None:
+            require(self.clock.now_ns >= lease.until_ns, f"a lease of block {lease.block.number} ended before its time")
             client.leases.remove(lease)
 
     def _break_something(self) -> None:
@@ -428,31 +415,12 @@ class World:
             if fault.kind is FaultKind.MEMORY_CHANGED:
                 raise Violation(f"a frame changed while it was being written to flash at {fault.offset_bytes}")
             if fault.kind in (FaultKind.LOST_WRITE, FaultKind.BIT_FLIP):
-                for slot in self._slots_in(fault):
-                    block = self._block_in(slot)
+                for slot in slots_in(self.region.superblock.geometry, fault):
+                    block = block_in(self.region.index, slot, self.truth)
                     if block is not None:
                         block.excused = True
                         block.excused_at = self.step_number
                         block.may_vanish()
-
-    def _slots_in(self, fault: Fault) -> range:
-        geometry = self.region.superblock.geometry
-        end = fault.offset_bytes + max(1, fault.length_bytes)
-        if fault.offset_bytes >= geometry.data_offset:
-            first = (fault.offset_bytes - geometry.data_offset) // geometry.slot_bytes
-            return range(first, -(-(end - geometry.data_offset) // geometry.slot_bytes))
-        if fault.offset_bytes >= geometry.table_offset:
-            entry_bytes = 4096 // ENTRIES_PER_PAGE
-            first = (fault.offset_bytes - geometry.table_offset) // entry_bytes
-            return range(first, min(geometry.slots, -(-(end - geometry.table_offset) // entry_bytes)))
-        return range(0)
-
-    def _block_in(self, slot: int) -> Block | None:
-        index = self.region.index
-        if index.flags[slot] != USED:
-            return None
-        key = int(index.key_lo[slot]).to_bytes(8, "little") + int(index.key_hi[slot]).to_bytes(8, "little")
-        return self.truth.find(index.namespace_digest(int(index.namespace[slot])), key)
 
     # ---------------------------------------------------------------- checks
 
@@ -489,7 +457,7 @@ class World:
     def _check_pins(self) -> None:
         """No block is evicted while it is pinned (flash may damage it, and it may expire)."""
         index = self.region.index
-        if any(client.flash_loses for client in self.clients):
+        if any(client.judge.flash_loses for client in self.clients):
             return
         for block in self.truth.blocks.values():
             if block.pinned_at == NEVER or block.mortal or block.excused or block.pinned_until_ns <= self.clock.now_ns:
@@ -544,31 +512,9 @@ class World:
         self._check_counts()
 
 
-@cache
-def _formatted(slots: int, slot_bytes: int) -> Media:
-    """A region of so many slots, as format leaves it."""
-    media = Media(2 * TABLE_OFFSET + slots * slot_bytes)
-    flash = SimFlash(media, 0)
-    scratch = AnonymousMemory(SCRATCH_BYTES)
-    flash.register_memory(scratch)
-    superblock = format_region(flash, scratch, "sim", slot_bytes, uuid=bytes(range(16)), now_s=1)
-    require(superblock.geometry.slots == slots, "another number of slots than meant")
-    flash.close()
-    scratch.close()
-    return media
-
-
 def _answered_all(client: Client) -> bool:
     return not client.requests
 
 
 def _has_credit(client: Client) -> bool:
     return len(client.requests) < CREDITS
-
-
-@contextmanager
-def _seeded_hashes(seed: int) -> Iterator[None]:
-    """The index seeds its hash from the system; here the seed of the world must decide everything. Others may draw from
-    the same source at other times, so each gets the same number."""
-    with mock.patch("dpu_app.regions.index.secrets.randbits", lambda bits: seed & ((1 << bits) - 1)):
-        yield
