@@ -27,6 +27,7 @@ from doca_shims.api import (
     Memory,
     ShimError,
 )
+from dpu_app.background_task import BackgroundTask
 from dpu_app.peer import Peer
 from dpu_app.regions.engine import RegionEngine
 from dpu_app.worker_channel import ChannelClosedError, Message, WorkerEnd
@@ -111,8 +112,14 @@ class RegionServer:
 
     # ---------------------------------------------------------------- loop
 
-    def run(self) -> None:
-        """Until the supervisor says stop or is gone. Afterwards `drained` says whether all is on flash."""
+    def run(self, restore_order: Callable[[], None] | None = None) -> None:
+        """Until the supervisor says stop or is gone. Afterwards `drained` says whether all is on flash.
+        `restore_order` is done meanwhile, in a thread of its own."""
+        with BackgroundTask(restore_order) as self._restoring:
+            self._epoll.register(self._restoring.fileno(), select.EPOLLIN)
+            self._serve()
+
+    def _serve(self) -> None:
         while not self._stopped():
             left_ns = self._engine.next_wakeup_ns() - self._clock.monotonic_ns()
             for fd, _ in self._epoll.poll(0 if self._unsettled else max(0, left_ns) / NS_PER_S):
@@ -155,6 +162,10 @@ class RegionServer:
                 self._accept(request)
         elif fd == self._channel.fileno():
             self._poll_channel()
+        elif fd == self._restoring.fileno():
+            self._epoll.unregister(fd)
+            self._restoring.finish()
+            self._engine.order_restored()
 
     # ---------------------------------------------------------------- the engine's work
 

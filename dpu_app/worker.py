@@ -35,6 +35,9 @@ from dpu_app.regions.window import Window, WindowLayout
 from dpu_app.worker_channel import ChannelClosedError, WorkerEnd, die_with_parent
 
 START_TIMEOUT_S = 10.0
+ORDER_LATER_ABOVE_SLOTS = 1 << 20
+"""Regions with more blocks serve look-ups and loads while their eviction order is being restored; a smaller one's is
+restored in the time that its first agent needs to connect."""
 _LOG = logging.getLogger(__name__)
 
 
@@ -111,7 +114,7 @@ def serve(config: WorkerConfig, channel: WorkerEnd) -> None:
         )
         gc.collect()
         gc.freeze()  # what is here now lives as long as the worker: no collection need look at it again
-        server.run()
+        server.run(region.restore_order)
         if server.drained:
             close_region(flash, window_memory, region)
         else:
@@ -130,12 +133,12 @@ def _open_region(settings: RegionSettings, flash: FlashDevice, memory: Memory) -
     if settings.format == "force":
         format_region(flash, memory, settings.name, settings.slot_bytes, force=True)
     try:
-        region = open_region(flash, memory, settings.eviction)
+        region = open_region(flash, memory, settings.eviction, order_later_above_slots=ORDER_LATER_ABOVE_SLOTS)
     except BlankError:
         if settings.format == "never":
             raise
         format_region(flash, memory, settings.name, settings.slot_bytes)
-        region = open_region(flash, memory, settings.eviction)
+        region = open_region(flash, memory, settings.eviction, order_later_above_slots=ORDER_LATER_ABOVE_SLOTS)
     found = region.superblock.geometry.slot_bytes
     if found != settings.slot_bytes:
         region.messages.append(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import mmap
 import os
 import random
 import zlib
@@ -109,21 +108,6 @@ class Media:
 
     def copy(self) -> Media:
         return Media(self.capacity_bytes, {number: bytearray(page) for number, page in self.pages.items()})
-
-
-class SimMemory:
-    """A `Memory` of this process alone: page-aligned and zeroed."""
-
-    def __init__(self, length_bytes: int) -> None:
-        self._map = mmap.mmap(-1, length_bytes)
-        self.view = memoryview(self._map)
-        self.length_bytes = length_bytes
-        self.page_bytes = mmap.PAGESIZE
-        self.fd: int | None = None
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-
-    def close(self) -> None:
-        self.view.release()
 
 
 @dataclass

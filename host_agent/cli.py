@@ -34,7 +34,10 @@ from host_agent.cli_options import (
     manifest_argument,
     progress_bar,
     read_manifest,
+    require_place,
     selection,
+    whole_seconds,
+    write_manifest,
 )
 from host_agent.session import client_version
 
@@ -88,13 +91,19 @@ def put(
     """Cut FILE into blocks, store them, and print the manifest that `get` restores it from."""
     if (file is None) is (generate_blocks is None):
         raise UserError("give either a FILE or --generate N")
+    if manifest_file is not None:
+        require_place(manifest_file)
     with connected(where) as client:
         settings = client.settings.namespace
         block_bytes = block_bytes or settings.block_bytes
         namespace = client.namespace(settings.record(client.settings.tenant), block_bytes)
         length_bytes = file.stat().st_size if file is not None else (generate_blocks or 0) * block_bytes
         with progress_bar(length_bytes, "storing", as_json) as progress:
-            options: dict[str, Any] = {"until_flash": until == "flash", "ttl_s": int(ttl_s), "progress": progress}
+            options: dict[str, Any] = {
+                "until_flash": until == "flash",
+                "ttl_s": whole_seconds(ttl_s),
+                "progress": progress,
+            }
             if file is None:
                 source = file_blocks.Generated(length_bytes, seed)
                 manifest, counts = file_blocks.put(client, namespace, source, "generated", block_bytes, **options)
@@ -103,7 +112,7 @@ def put(
                     manifest, counts = file_blocks.put(client, namespace, opened, file.name, block_bytes, **options)
     values: dict[str, Any] = {"length_bytes": manifest.length_bytes}
     if manifest_file is not None:
-        manifest_file.write_text(manifest.to_json() + "\n", encoding="utf-8")
+        write_manifest(manifest, manifest_file)
         values["manifest"] = str(manifest_file)
     elif as_json:
         values["manifest"] = json.loads(manifest.to_json())
@@ -120,8 +129,7 @@ def put(
 def get(where: Where, manifest_file: Path, output: Path, as_json: bool) -> None:
     """Restore the file of a MANIFEST and verify it. It appears whole, or not at all."""
     manifest = read_manifest(manifest_file)
-    if not output.absolute().parent.is_dir():
-        raise UserError(f"{output.absolute().parent}: there is no such directory")
+    require_place(output)
     with connected(where) as client:
         namespace = client.namespace(manifest.record, manifest.block_bytes)
         with progress_bar(manifest.length_bytes, "loading", as_json) as progress:
@@ -188,7 +196,7 @@ def pin(where: Where, manifest_file: Path | None, key_texts: tuple[str, ...], tt
     """Keep the blocks of a MANIFEST, or of --key, from being evicted."""
     with connected(where) as client:
         namespace, keys = selection(client, manifest_file, key_texts)
-        counts = client.pin(namespace, keys, ttl_s=int(ttl_s)).counts()
+        counts = client.pin(namespace, keys, ttl_s=whole_seconds(ttl_s)).counts()
     finish({}, counts, as_json, "pinned")
 
 

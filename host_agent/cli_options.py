@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -109,6 +111,29 @@ def read_manifest(path: Path) -> Manifest:
     except UnicodeDecodeError:
         raise UserError(f"{path}: not a manifest") from None
     return Manifest.from_json(text, str(path))
+
+
+def require_place(file: Path) -> None:
+    """Before anything is moved: raises UserError where no file can be made by that name."""
+    directory = file.absolute().parent
+    if not directory.is_dir():
+        raise UserError(f"{directory}: there is no such directory")
+    if file.is_dir():
+        raise UserError(f"{file}: is a directory")
+    if not file.exists() and not os.access(directory, os.W_OK | os.X_OK):
+        raise UserError(f"{directory}: no file can be made in it")
+
+
+def write_manifest(manifest: Manifest, path: Path) -> None:
+    try:
+        path.write_text(manifest.to_json() + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path}: the manifest cannot be written: {error.strerror}") from error
+
+
+def whole_seconds(duration_s: float) -> int:
+    """Of a time to live: rounded up, since 0 would mean without end."""
+    return math.ceil(duration_s)
 
 
 def selection(client: Client, manifest_file: Path | None, key_texts: tuple[str, ...]) -> tuple[Namespace, list[bytes]]:

@@ -7,22 +7,33 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Final, Protocol
+from typing import BinaryIO, Final, Protocol, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from common.errors import UserError
 from common.status import Status
 from host_agent.client import Client
 from host_agent.manifest import Manifest, ManifestBlock, content_key
+from host_agent.memory import RegisteredMemory, Spans
 from host_agent.namespace import Namespace
+from host_agent.results import BlockResults
 
 BATCH_BYTES: Final = 32 << 20
 """What goes into one call."""
+CALL_TIMEOUT_S: Final = 15.0
+"""Of one batch: a slow disk is no fault here, and nobody's decode waits for it."""
+BUSY_TIMEOUT_S: Final = 30.0
+BUSY_PAUSE_S: Final = 0.02
+Numbers: TypeAlias = npt.NDArray[np.int_]
 Progress = Callable[[int], None]
 """Called with the bytes done since it was called last."""
 
@@ -61,6 +72,9 @@ def put(
     blocks: list[ManifestBlock] = []
     counts: Counter[Status] = Counter()
     parent: bytes | None = None
+    store = partial(
+        client.store, namespace, until_flash=until_flash, ttl_s=ttl_s, verify=True, timeout_s=CALL_TIMEOUT_S
+    )
     with client.allocate(batch_blocks * block_bytes) as pool:
         while True:
             lengths: list[int] = []
@@ -77,9 +91,9 @@ def put(
                 blocks.append(ManifestBlock(parent, count, xxhash.xxh3_64_intdigest(content)))
             if not keys:
                 break
-            places = pool.spans(np.arange(len(keys)) * block_bytes, lengths)
-            results = client.store(namespace, keys, places, until_flash=until_flash, ttl_s=ttl_s, verify=True)
-            counts.update(results.counts())
+            offsets = np.arange(len(keys)) * block_bytes
+            statuses = _patiently(store, keys, pool, offsets, np.array(lengths))
+            counts.update(map(Status, statuses.tolist()))
             progress(sum(lengths))
     if not blocks:
         raise UserError(f"{name} is empty: there is nothing to store")
@@ -87,31 +101,78 @@ def put(
 
 
 def get(client: Client, namespace: Namespace, manifest: Manifest, output: Path, progress: Progress) -> Counter[Status]:
-    """Write the file back, whole or not at all: `output` appears only when every block came and is right."""
-    batch_blocks = max(1, BATCH_BYTES // manifest.block_bytes)
-    counts: Counter[Status] = Counter()
-    descriptor, temporary = tempfile.mkstemp(dir=output.parent, prefix=f".{output.name}.")
+    """Write the file back, whole or not at all: `output` appears only when every block came and is right.
+
+    Raises UserError where it cannot be written.
+    """
+    with _writing(output):
+        descriptor, temporary = tempfile.mkstemp(dir=output.parent, prefix=f".{output.name}.")
     try:
-        with os.fdopen(descriptor, "wb") as file, client.allocate(batch_blocks * manifest.block_bytes) as pool:
-            for first in range(0, len(manifest.blocks), batch_blocks):
-                part = manifest.blocks[first : first + batch_blocks]
-                lengths = [block.length_bytes for block in part]
-                places = pool.spans(np.arange(len(part)) * manifest.block_bytes, lengths)
-                results = client.retrieve(namespace, [block.key for block in part], places)
-                for index, block in enumerate(part):
-                    status = Status(int(results.status[index]))
-                    view = pool.view[index * manifest.block_bytes :][: block.length_bytes]
-                    if status is Status.OK and xxhash.xxh3_64_intdigest(view) != block.checksum:
-                        status = Status.CORRUPT
-                    counts[status] += 1
-                    file.write(view)
-                progress(sum(lengths))
+        with os.fdopen(descriptor, "wb") as file:
+            counts = _load(client, namespace, manifest, file, output, progress)
+            with _writing(output):
+                file.flush()
         if set(counts) == {Status.OK}:
-            os.replace(temporary, output)
+            with _writing(output):
+                os.replace(temporary, output)
     finally:
         if os.path.exists(temporary):
             os.unlink(temporary)
     return counts
+
+
+@contextmanager
+def _writing(output: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{output}: cannot be written: {error.strerror}") from error
+
+
+def _load(
+    client: Client, namespace: Namespace, manifest: Manifest, file: BinaryIO, output: Path, progress: Progress
+) -> Counter[Status]:
+    """Every block of the manifest, in order, into `file`: right ones, and anything in the place of others. `output` is
+    what errors call it."""
+    batch_blocks = max(1, BATCH_BYTES // manifest.block_bytes)
+    counts: Counter[Status] = Counter()
+    load = partial(client.retrieve, namespace, timeout_s=CALL_TIMEOUT_S)
+    with client.allocate(batch_blocks * manifest.block_bytes) as pool:
+        for first in range(0, len(manifest.blocks), batch_blocks):
+            part = manifest.blocks[first : first + batch_blocks]
+            lengths = [block.length_bytes for block in part]
+            offsets = np.arange(len(part)) * manifest.block_bytes
+            keys = [block.key for block in part]
+            statuses = _patiently(load, keys, pool, offsets, np.array(lengths))
+            for index, block in enumerate(part):
+                status = Status(int(statuses[index]))
+                view = pool.view[index * manifest.block_bytes :][: block.length_bytes]
+                if status is Status.OK and xxhash.xxh3_64_intdigest(view) != block.checksum:
+                    status = Status.CORRUPT
+                counts[status] += 1
+                with _writing(output):
+                    file.write(view)
+            progress(sum(lengths))
+    return counts
+
+
+def _patiently(
+    call: Callable[[list[bytes], Spans], BlockResults],
+    keys: list[bytes],
+    pool: RegisteredMemory,
+    offsets: Numbers,
+    lengths: Numbers,
+) -> npt.NDArray[np.uint8]:
+    """Statuses of a batch. Blocks that the pod is too busy for now are tried again: a file can be larger than what the
+    windows take before it is on flash."""
+    statuses = np.full(len(keys), Status.BUSY, np.uint8)
+    deadline_s = time.monotonic() + BUSY_TIMEOUT_S
+    while True:
+        busy = np.flatnonzero(statuses == Status.BUSY)
+        statuses[busy] = call([keys[index] for index in busy], pool.spans(offsets[busy], lengths[busy])).status
+        if not (statuses == Status.BUSY).any() or time.monotonic() >= deadline_s:
+            return statuses
+        time.sleep(BUSY_PAUSE_S)
 
 
 def _read_full(source: Source, view: memoryview) -> int:

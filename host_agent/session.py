@@ -21,11 +21,11 @@ import grpc
 from common import rpc_errors, wire
 from common.errors import EntresolError, NotFoundError, PermissionDeniedError, UnavailableError
 from common.proto.entresol.v1 import control_pb2, control_pb2_grpc
-from doca_shims.api import Clock, Fabric, QueueLimits, ShimError
+from doca_shims.api import Clock, Fabric, ShimError
 from host_agent.backoff import NS_PER_S, Backoff
-from host_agent.capsules import CapsuleBuffers
 from host_agent.config import AgentSettings
-from host_agent.link import SEND_QUEUE_SLOTS, SEND_SGES_MAX, Poller, RegionLink
+from host_agent.connecting import connect
+from host_agent.link import Poller, RegionLink
 from host_agent.memory import MemoryTable
 from host_agent.registration import Domain, Fabrics, Grants, add_all
 
@@ -341,37 +341,19 @@ class DpuSession:
         for endpoint in _preferred(region.info.fabrics, self._settings.fabrics):
             try:
                 domain = self._domain(session, self._fabrics.get(endpoint.name, endpoint.options))
-                self._connect_over(session, region, domain, endpoint.address)
+                connect(
+                    region.link,
+                    region.info,
+                    Grants(domain, session.handles),
+                    endpoint.address,
+                    wire.CONNECT_DATA.pack(session.session_id, session.token),
+                    self._settings.capsules_in_flight,
+                    min(self._settings.control_timeout_s, session.ttl_s / _KEEP_ALIVES_PER_TTL),
+                )
                 return
             except (EntresolError, ShimError) as error:
                 failure = error
         raise failure
-
-    def _connect_over(self, session: _Open, region: _Region, domain: Domain, address: str) -> None:
-        caps = domain.fabric.caps
-        count = min(self._settings.capsules_in_flight, caps.max_recv_wr)
-        limits = QueueLimits(min(count + SEND_QUEUE_SLOTS, caps.max_send_wr), count, min(SEND_SGES_MAX, caps.max_sge))
-        timeout_s = min(self._settings.control_timeout_s, session.ttl_s / _KEEP_ALIVES_PER_TTL)
-        buffers = CapsuleBuffers(domain.fabric, domain.pd, count)
-        try:
-            private_data = wire.CONNECT_DATA.pack(session.session_id, session.token)
-            connection = domain.fabric.connect(address, domain.pd, limits, buffers.recvs, private_data, timeout_s)
-        except ShimError:
-            buffers.close()
-            raise
-        accepted = connection.private_data
-        whole = len(accepted) == wire.ACCEPT_DATA.size
-        granted, slot_bytes, uuid = wire.ACCEPT_DATA.unpack(accepted) if whole else (0, 0, b"")
-        # Retrieving whole blocks trusts slot_bytes; the uuid tells a region from another that got its address.
-        if not granted or (slot_bytes, uuid) != (region.info.slot_bytes, region.info.uuid):
-            connection.close()
-            buffers.close()
-            raise UnavailableError(
-                f"{region.link.name} is not what the DPU said: it grants {granted} credits and has slots of "
-                f"{slot_bytes} bytes and uuid {uuid.hex()}, not {region.info.slot_bytes} and {region.info.uuid.hex()}"
-            )
-        region.link.attach(connection, buffers, granted, Grants(domain, session.handles))
-        log.info("connected to a region", extra={"region": region.link.name, "address": address})
 
     def _domain(self, session: _Open, fabric: Any) -> Domain:
         with self._lock:

@@ -7,6 +7,7 @@ reported, for the recovery to free.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -40,7 +41,7 @@ class BulkLoad:
     def __init__(self, index: SlotIndex) -> None:
         self._index = index
         self._hash = index.key_hash
-        self._fill = np.zeros(self._hash.buckets, np.uint8)
+        self.fill = np.zeros(self._hash.buckets, np.uint8)
         """Cells in use per bucket: they fill from the first on, because nothing is removed meanwhile."""
         self._homeless: list[Slots] = []
         """Slots that found no cell at once, or whose key may be there already: `finish` sees to them."""
@@ -48,14 +49,21 @@ class BulkLoad:
         self.losers: list[int] = []
         """Slots whose key another slot holds with a later generation."""
 
-    def add(self, slots: Slots, hashes: U64s) -> None:
-        """Place slots whose columns are set. `hashes` are the index's, of their keys."""
+    def add(self, places: Sequence[slice | Slots]) -> None:
+        """Place slots whose columns are set."""
+        parts = [np.arange(place.start, place.stop) if isinstance(place, slice) else place for place in places]
+        slots = np.concatenate(parts) if parts else np.zeros(0, np.int64)
         for start in range(0, len(slots), _ADD_PIECE):
             part = slots[start : start + _ADD_PIECE]
-            tags, first, second = self._hash.places_many(hashes[start : start + _ADD_PIECE])
+            tags, first, second = self._hash.places_many(self._hash.hash_slots(part))
             full = self._place(part, tags, first.view(np.int64))
             crowded = self._place(part[full], tags[full], second[full].view(np.int64))
             self._homeless.append(part[full[crowded]])
+
+    def put_off(self, slots: Slots) -> None:
+        """Slots whose columns are set and that found no place, or whose key another slot has: `finish` sees to
+        them."""
+        self._homeless.append(slots)
 
     def _place(self, slots: Slots, tags: U64s, buckets: Slots) -> Slots:
         """Each slot into the next cell of its bucket. Positions of those whose bucket was full.
@@ -64,7 +72,7 @@ class BulkLoad:
         misses no pair of them: a bucket that was full is full for good, so both look into the same one. So is a slot
         that met another one at its cell.
         """
-        fill = self._fill.take(buckets)
+        fill = self.fill.take(buckets)
         open_ = fill < LANES
         lanes = self._hash.tags.take(buckets)
         lanes ^= tags * _LOWS
@@ -78,7 +86,7 @@ class BulkLoad:
         won = self._claim(cell, slots, tags)
         self._homeless.append(slots[~won])
         fill += 1
-        self._fill[buckets] = fill  # the same number for all that met at one cell
+        self.fill[buckets] = fill  # the same number for all that met at one cell
         return full
 
     def _claim(self, cell: Slots, slots: Slots, tags: U64s) -> Mask:

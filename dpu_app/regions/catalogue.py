@@ -29,6 +29,8 @@ from dpu_app.regions.window import Window
 Slots = npt.NDArray[np.int64]
 
 DISCARD_BATCH = 64
+FEW_USES = 16
+"""Up to so many are counted one by one: numpy's fixed cost is about theirs."""
 SWEEP_SLOTS = 1 << 18
 """Slots looked at for expiry per tick, in about a millisecond."""
 EXPIRE_MAX = 256
@@ -62,7 +64,10 @@ class Catalogue:
         pins_max: int,
     ) -> None:
         self.index = region.index
-        self.policy = region.policy
+        self._policy = region.policy
+        self.ordered = region.restore_order is None
+        """False while the eviction order of a large region is being restored: nothing is allocated then."""
+        self._left_unordered: list[int] = []
         self.geometry = region.superblock.geometry
         self.generation = region.superblock.generation
         self.unflushed: dict[int, Unflushed] = {}
@@ -131,16 +136,40 @@ class Catalogue:
         """May not be evicted now."""
         return slot in self.unflushed or self.leased_or_moving(slot) or self._pinned(slot)
 
+    @property
+    def in_motion(self) -> bool:
+        """Slots may become evictable by themselves: flushes, loads, or recovery are under way."""
+        return bool(self.unflushed or self.loading) or not self.ordered
+
     # ---------------------------------------------------------------- slots
 
+    def count_use(self, slots: Sequence[int] | Slots) -> None:
+        """For eviction. While the order of a large region is being restored, uses are not counted."""
+        if not self.ordered:
+            return
+        if len(slots) > FEW_USES:
+            self._policy.on_hit(np.asarray(slots))
+        else:
+            for slot in slots:
+                self._policy.on_hit_one(int(slot))
+
+    def order_restored(self) -> None:
+        """`OpenRegion.restore_order` is through."""
+        self.ordered = True
+        for slot in self._left_unordered:
+            self._policy.on_remove(slot)
+        self._left_unordered.clear()
+
     def allocate(self) -> int:
-        """A slot for a new block, evicting one if need be; -1 when every block is blocked."""
+        """A slot for a new block, evicting one if need be; -1 when every block is blocked, or not `ordered`."""
+        if not self.ordered:
+            return -1
         slot = self.index.allocate()
         if slot >= 0:
             return slot
         if self._discards:
             return self._discards.pop()
-        victim = self.policy.victim(self.blocked)
+        victim = self._policy.victim(self.blocked)
         if victim < 0:
             return -1
         self._stats.add(StatId.EVICTIONS)
@@ -163,7 +192,7 @@ class Catalogue:
             expires_s = min(now_s + ttl_s, 0xFFFFFFFF)
         stored_s = self._stamps.next(now_s, (key_lo, key_hi, namespace))
         self.index.insert(slot, key_lo, key_hi, namespace, length, checksum, self.generation, stored_s, expires_s)
-        self.policy.on_insert(slot, self.index.fingerprint(key_lo, key_hi, namespace))
+        self._policy.on_insert(slot, self.index.fingerprint(key_lo, key_hi, namespace))
         record = Unflushed(slot, frame)
         self.unflushed[slot] = record
         return record
@@ -204,7 +233,10 @@ class Catalogue:
 
     def _leave(self, slot: int) -> None:
         """Out of the index, the policy and the pins; and out of a clean frame."""
-        self.policy.on_remove(slot)
+        if self.ordered:
+            self._policy.on_remove(slot)
+        else:
+            self._left_unordered.append(slot)
         index = self.index
         key = int(index.key_lo[slot]), int(index.key_hi[slot]), int(index.namespace[slot])
         self._stamps.left(key, int(index.stored_s[slot]))

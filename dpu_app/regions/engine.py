@@ -197,6 +197,10 @@ class RegionEngine:
         self._load_path.post_deliveries()
         self.pump()
 
+    def order_restored(self) -> None:
+        """`OpenRegion.restore_order` is through: stores are taken from now on."""
+        self._context.catalogue.order_restored()
+
     def tick(self) -> None:
         """Time has passed: deadlines, leases, housekeeping."""
         now_ns = self._context.clock.monotonic_ns()

@@ -120,6 +120,10 @@ class SlotIndex:
         """A 64-bit hash of the key, the same for as long as the index lives: for eviction and admission."""
         return self.key_hash.hash_one(key_lo, key_hi, namespace)
 
+    def fingerprint_of(self, slot: int) -> int:
+        """`fingerprint` of the key that a slot holds."""
+        return self.key_hash.hash_one(self._lo[slot], self._hi[slot], self._ns[slot])
+
     # --------------------------------------------------------------------------------------- allocation of slots
 
     def allocate(self) -> int:

@@ -42,7 +42,7 @@ class KeyOperations:
     def touch(self, batch: Batch) -> None:
         slots, found = self._find(batch)
         if found.any():
-            self._context.catalogue.policy.on_hit(slots[found])
+            self._context.catalogue.count_use(slots[found])
 
     def pin(self, batch: Batch) -> None:
         slots, found = self._find(batch)

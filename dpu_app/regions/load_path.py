@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import xxhash
 
 from common.status import BlockState, Status
@@ -22,7 +21,7 @@ from dpu_app.regions.catalogue import Slots
 from dpu_app.regions.context import Context
 from dpu_app.regions.flash_queue import FlashJob, Priority
 from dpu_app.regions.memory_list import FLAGS, LENGTH, OFFSET
-from dpu_app.regions.presence import FEW, find_slots
+from dpu_app.regions.presence import find_slots
 from dpu_app.regions.sessions import TRANSFER_WRS_MAX, Transfer
 from dpu_app.regions.window import FrameState, aligned_length
 
@@ -85,12 +84,7 @@ class LoadPath:
             missing = [entry for entry in batch.open_entries() if slots[entry] < 0]
             context.stats.add(StatId.RETRIEVE_MISSES, len(missing))
             batch.resolve_all(missing, Status.MISS)
-        present = [slot for slot in slots if slot >= 0]
-        if len(present) <= FEW:
-            for slot in present:
-                context.catalogue.policy.on_hit_one(slot)
-        else:
-            context.catalogue.policy.on_hit(np.array(present))
+        context.catalogue.count_use([slot for slot in slots if slot >= 0])
         return slots
 
     def stage(self, batch: Batch, slots: Sequence[int], priority: Priority, staged: Staged) -> None:

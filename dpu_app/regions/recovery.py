@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from common.errors import UserError
@@ -17,7 +18,7 @@ from dpu_app.regions import eviction as policies
 from dpu_app.regions.blocking_flash import BlockingFlash
 from dpu_app.regions.eviction import EvictionPolicy
 from dpu_app.regions.huge_array import give_back_scratch, prepare_scratch
-from dpu_app.regions.index import SlotIndex
+from dpu_app.regions.index import USED, SlotIndex
 from dpu_app.regions.superblock import (
     SUPERBLOCK_BYTES,
     SUPERBLOCK_OFFSETS,
@@ -30,7 +31,7 @@ from dpu_app.regions.superblock import (
     choose,
     is_blank,
 )
-from dpu_app.regions.table_reader import TableReader
+from dpu_app.regions.table_reader import TableReader, oldest_first
 
 
 @dataclass
@@ -48,6 +49,9 @@ class OpenRegion:
     duration_s: float
     messages: list[str] = field(default_factory=list)
     dirty_pages: list[int] = field(default_factory=list)
+    restore_order: Callable[[], None] | None = None
+    """Where the policy's order is still to be restored: does it, in any thread, while nobody else uses the policy.
+    Whatever the index held at opening is then in the policy, the oldest first."""
 
 
 def format_region(
@@ -125,21 +129,37 @@ def read_superblock(flash: FlashDevice, memory: Memory) -> tuple[Superblock, lis
 
 
 def open_region(
-    flash: FlashDevice, memory: Memory, eviction: str = policies.DEFAULT, *, now_s: int | None = None
+    flash: FlashDevice,
+    memory: Memory,
+    eviction: str = policies.DEFAULT,
+    *,
+    now_s: int | None = None,
+    order_later_above_slots: int | None = None,
 ) -> OpenRegion:
     """Open what is on `flash`, and mark it as in use. `memory` is registered scratch (16 MiB is enough) and free
-    again on return. `now_s` defaults to the wall clock. Raises as `read_superblock` does, and LowerLayerError where
-    the superblock cannot be written; UserError for an unknown `eviction`."""
+    again on return. `now_s` defaults to the wall clock. With more blocks than `order_later_above_slots` the eviction
+    order is left to `OpenRegion.restore_order`, so that the region can be served meanwhile.
+
+    Raises as `read_superblock` does, and LowerLayerError where the superblock cannot be written; UserError for an
+    unknown `eviction`."""
     started_s = time.monotonic()
     superblock, messages = read_superblock(flash, memory)
     index = SlotIndex(superblock.geometry.slots)
-    policy = policies.create(eviction, superblock.geometry.slots)
+    policy = policies.create(eviction, superblock.geometry.slots, index.fingerprint_of)
     prepare_scratch()
     reader = TableReader(superblock, index, int(time.time()) if now_s is None else now_s)
     io = BlockingFlash(flash, memory)
     reader.read(io)
-    reader.restore_order(policy)
-    give_back_scratch()
+    reader.finish()
+    used = index.flags == USED
+
+    def restore_order() -> None:
+        policy.bulk_insert(oldest_first(index, used))
+        give_back_scratch()
+
+    later = order_later_above_slots is not None and index.used > order_later_above_slots
+    if not later:
+        restore_order()
     # A copy that cannot be read may have said more than this one does.
     unverified = not superblock.clean or bool(messages)
     newest = max(superblock.generation, reader.newest_generation)
@@ -155,6 +175,7 @@ def open_region(
         duration_s=time.monotonic() - started_s,
         messages=messages + reader.messages,
         dirty_pages=sorted(reader.dirty_pages),
+        restore_order=restore_order if later else None,
     )
 
 

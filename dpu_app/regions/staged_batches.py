@@ -47,7 +47,7 @@ def deliver(context: Context, batch: Batch, slots: Slots) -> bool:
     ends = remote + counts.astype(np.uint64)
     if (ends < remote).any() or (remote[1:] < ends[:-1]).any():
         return False
-    context.catalogue.policy.on_hit(slots)
+    context.catalogue.count_use(slots)
     window.touch_all(frames)
     window.hold_all(frames)
     context.stats.add(StatId.RETRIEVES, len(frames))

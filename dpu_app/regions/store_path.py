@@ -96,7 +96,7 @@ class StorePath:
     def _exists(self, batch: Batch, entry: int, slot: int) -> None:
         context = self._context
         context.stats.add(StatId.STORE_EXISTS)
-        context.catalogue.policy.on_hit_one(slot)
+        context.catalogue.count_use([slot])
         record = context.catalogue.unflushed.get(slot)
         if batch.until_flash and record is not None:
             record.waiters.append(lambda ok: self._on_flash(batch, entry, Status.EXISTS, ok))
@@ -117,8 +117,9 @@ class StorePath:
         context = self._context
         slot = context.catalogue.allocate()
         if slot < 0:
-            busy = context.catalogue.unflushed or context.catalogue.loading or self._incoming
-            self._refuse(batch, entry, Status.BUSY if busy else Status.NO_SPACE)
+            self._refuse(
+                batch, entry, Status.BUSY if context.catalogue.in_motion or self._incoming else Status.NO_SPACE
+            )
             return
         frame = context.window.take(slot, FrameState.FILLING)
         if frame < 0:

@@ -1,35 +1,37 @@
-"""Rebuilds the index and the eviction order of a region from its slot table, while the table is being read.
+"""Rebuilds the index of a region from its slot table, while the table is being read.
 
 Owns the pipeline: one thread reads, decodes and fills the index's columns, a second one fills the hash (numpy lets go
-of the interpreter lock in both), and while the hash is finished the first puts the slots in order of age. A page
-that cannot be read, or an entry that is damaged, costs just that. Called by `recovery` alone, once per opening.
+of the interpreter lock in both). A page that cannot be read, or an entry that is damaged, costs just that. Called by
+`recovery` alone, once per opening; `oldest_first` gives the order for the eviction policy afterwards.
 """
 
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from doca_shims.api import Memory
+from dpu_app.regions import native_load
 from dpu_app.regions.blocking_flash import Block, BlockingFlash
 from dpu_app.regions.bulk_load import BulkLoad
-from dpu_app.regions.eviction import EvictionPolicy
-from dpu_app.regions.huge_array import huge_zeros
 from dpu_app.regions.index import FREE, USED, SlotIndex
 from dpu_app.regions.namespace_ids import NO_ID, NamespaceIds
+from dpu_app.regions.native_load import NativeLoad
 from dpu_app.regions.slot_table import CHUNK, ENTRY_BYTES, Mask, Words, damaged, decode_columns, words_of
 from dpu_app.regions.superblock import ENTRIES_PER_PAGE, TABLE_PAGE_BYTES, Superblock
 
-Slots = npt.NDArray[np.int64]
+Slots: TypeAlias = npt.NDArray[np.int64]
+Places: TypeAlias = "slice | Slots"
 
 _HALF = np.uint64(32)
 _MESSAGES_MAX = 20
 
 
 class TableReader:
-    """`read` once, then `restore_order`."""
+    """`read` once, then `finish`."""
 
     def __init__(self, superblock: Superblock, index: SlotIndex, now_s: int) -> None:
         """Entries that expired by `now_s` (seconds since 1970) are dropped."""
@@ -41,9 +43,10 @@ class TableReader:
         self._loading: list[Future[None]] = []
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="index-load")
         self._namespaces = NamespaceIds(index)
+        self._native: NativeLoad | None = None
+        if native_load.LIBRARY is not None:
+            self._native = NativeLoad(native_load.LIBRARY, index, self._load, self._namespaces, self._salt, now_s)
         self._used = 0
-        self._fingerprints = huge_zeros(index.slots, np.uint32)
-        """Of each slot's key, folded to 32 bits; the eviction policy takes them over."""
         self.dropped = 0
         self.newest_generation = 0
         self.dirty_pages: set[int] = set()
@@ -75,17 +78,18 @@ class TableReader:
     def _add(self, block: Block, memory: Memory) -> None:
         words = words_of(block.view(memory))
         first_slot = (block.offset_bytes - self._geometry.table_offset) // ENTRY_BYTES
-        added: list[tuple[Slots, Words]] = []
-        for start in range(0, len(words), CHUNK):
-            slots, hashes = self._add_chunk(words[start : start + CHUNK], first_slot + start)
-            if len(slots):
-                added.append((slots, hashes))
-        if added:
-            slots, hashes = (np.concatenate(parts) for parts in zip(*added))
-            self._loading.append(self._pool.submit(self._load.add, slots, hashes))
+        starts = range(0, len(words), CHUNK)
+        if self._native is not None:
+            for start in starts:
+                chunk = words[start : start + CHUNK]
+                if not self._native.add(chunk, first_slot + start):
+                    self._load.add([self._add_chunk(chunk, first_slot + start)])
+            return
+        added = [self._add_chunk(words[start : start + CHUNK], first_slot + start) for start in starts]
+        self._loading.append(self._pool.submit(self._load.add, added))
 
-    def _add_chunk(self, words: Words, first_slot: int) -> tuple[Slots, Words]:
-        """Decode entries into the columns. The slots that are now in use, and the hashes of their keys."""
+    def _add_chunk(self, words: Words, first_slot: int) -> Places:
+        """Decode entries into the columns. The slots that are now in use."""
         columns, valid = decode_columns(words, first_slot, self._salt)
         whole = bool(valid.all())
         if not whole:
@@ -105,8 +109,8 @@ class TableReader:
         positions = np.flatnonzero(valid)
         return self._fill(positions + first_slot, np.ascontiguousarray(columns[:, positions]), expires_s[positions])
 
-    def _fill(self, slots: Slots, columns: Words, expires_s: npt.NDArray[np.uint32]) -> tuple[Slots, Words]:
-        """The slots filled, and the hashes of their keys."""
+    def _fill(self, slots: Slots, columns: Words, expires_s: npt.NDArray[np.uint32]) -> Places:
+        """The slots filled: a slice where they are neighbours."""
         namespace = self._namespaces.of(columns[2], columns[3])
         nameless = np.flatnonzero(namespace == NO_ID)
         if len(nameless):
@@ -115,10 +119,10 @@ class TableReader:
             slots, columns = np.delete(slots, nameless), np.delete(columns, nameless, axis=1)
             namespace, expires_s = np.delete(namespace, nameless), np.delete(expires_s, nameless)
         if len(slots) == 0:
-            return slots, np.zeros(0, np.uint64)
+            return slots
         index = self._index
         first, last = int(slots[0]), int(slots[-1]) + 1
-        place: slice | Slots = slice(first, last) if last - first == len(slots) else slots
+        place: Places = slice(first, last) if last - first == len(slots) else slots
         length = columns[4].astype(np.uint32)
         generation = (columns[4] >> _HALF).astype(np.uint32)
         index.key_lo[place] = columns[0]
@@ -133,9 +137,7 @@ class TableReader:
         index.flags[place] = USED
         self._used += len(length)
         self.newest_generation = max(self.newest_generation, int(generation.max()))
-        hashes = index.key_hash.hash_many(columns[0], columns[1], namespace)
-        self._fingerprints[place] = hashes ^ (hashes >> _HALF)
-        return slots, hashes
+        return place
 
     def _drop_damaged(self, words: Words, valid: Mask, first_slot: int) -> None:
         positions = damaged(words, valid)
@@ -155,29 +157,28 @@ class TableReader:
         elif len(self.messages) == _MESSAGES_MAX:
             self.messages.append("further damage is counted, not listed")
 
-    def restore_order(self, policy: EvictionPolicy) -> None:
-        """Give the slots in use to `policy`, oldest first, and bring the index's totals up to date."""
-        finished = self._pool.submit(self._load.finish)
+    def finish(self) -> None:
+        """Hash and totals are complete on return."""
         try:
-            policy.bulk_insert(oldest_first(self._index), self._fingerprints)
             for loading in self._loading:
                 loading.result()
-            finished.result()
         finally:
             self._pool.shutdown()
+        if self._native is not None:
+            self._used += self._native.used
+            self.newest_generation = max(self.newest_generation, self._native.newest_generation)
+        self._load.finish()
         losers = np.array(self._load.losers, np.int64)
         self._drop(losers)
         totals = self._namespaces.totals()
         for slot in losers.tolist():
-            policy.on_remove(slot)
             self._index.flags[slot] = FREE
             totals[self._index.namespace[slot]] -= self._index.length[slot]
         self._index.adopt(self._used - len(losers), totals)
 
 
-def oldest_first(index: SlotIndex) -> Slots:
-    """Slots in use by generation, then time stored, then number."""
-    used = index.flags == USED
+def oldest_first(index: SlotIndex, used: Mask) -> Slots:
+    """The slots of the mask by generation, then time stored, then number."""
     count = int(np.count_nonzero(used))
     if count == 0:
         return np.zeros(0, np.int64)

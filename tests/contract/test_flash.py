@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import mmap
 import os
 import select
 import shutil
@@ -19,6 +17,7 @@ import pytest
 from doca_shims import flash_contract
 from doca_shims.api import FlashDevice, FlashOp, FlashRequest, Memory, ShimError
 from dpu_app.flash import io_uring, thread_pool
+from dpu_app.flash.anonymous_memory import AnonymousMemory
 
 FACTORIES: dict[str, Callable[[str, Mapping[str, str]], FlashDevice]] = {
     "io_uring": io_uring.create,
@@ -26,22 +25,6 @@ FACTORIES: dict[str, Callable[[str, Mapping[str, str]], FlashDevice]] = {
 }
 CAPACITY_BYTES = 8 << 20
 NO_WAIT = {"lock_timeout_ms": "0"}
-
-
-class AnonymousMemory:
-    """Page-aligned `Memory` that no fabric is needed for."""
-
-    def __init__(self, length_bytes: int) -> None:
-        self._map = mmap.mmap(-1, length_bytes)
-        self.view = memoryview(self._map)
-        self.length_bytes = length_bytes
-        self.page_bytes = mmap.PAGESIZE
-        self.fd: int | None = None
-        anchor = ctypes.c_char.from_buffer(self._map)
-        self.address = ctypes.addressof(anchor)
-
-    def close(self) -> None:
-        self.view.release()
 
 
 def _usable(driver: str, path: Path) -> None:

@@ -19,6 +19,7 @@ from common import wire
 from common.status import BlockState, Status
 from common.wire import Op, StatId
 from doca_shims.api import Opcode
+from dpu_app.flash.anonymous_memory import AnonymousMemory
 from dpu_app.regions.admission import AdmitAll
 from dpu_app.regions.context import EngineSettings
 from dpu_app.regions.engine import RegionEngine
@@ -28,7 +29,7 @@ from dpu_app.regions.recovery import OpenRegion, close_region, format_region, op
 from dpu_app.regions.superblock import ENTRIES_PER_PAGE, TABLE_OFFSET
 from dpu_app.regions.window import FrameState, Window, WindowLayout
 from emulator.sim_fabric import SimFabric
-from emulator.sim_flash import NO_FAULTS, Fault, FaultKind, Media, SimFlash, SimMemory
+from emulator.sim_flash import NO_FAULTS, Fault, FaultKind, Media, SimFlash
 from tests.sim.client import NS_PER_S, ON_FLASH, Client, Lease
 from tests.sim.scenario import Scenario
 from tests.sim.truth import NEVER, Block, Truth, Violation, require
@@ -42,8 +43,8 @@ REQUESTS = {
     Op.PREFETCH: 8,
     Op.LEASE: 4,
     Op.RELEASE: 3,
-    Op.PIN: 3,
-    Op.UNPIN: 2,
+    Op.PIN: 8,
+    Op.UNPIN: 1,
     Op.TOUCH: 1,
     Op.DELETE: 8,
     Op.CANCEL: 3,
@@ -78,8 +79,8 @@ class World:
         }
         self.truth = Truth(scenario.seed, list(self.digests.values()), scenario.keys, scenario.slot_bytes)
         self.layout = WindowLayout(scenario.frames, scenario.slot_bytes)
-        self.memory = SimMemory(self.layout.memory_bytes)
-        self.scratch = SimMemory(SCRATCH_BYTES)
+        self.memory = AnonymousMemory(self.layout.memory_bytes)
+        self.scratch = AnonymousMemory(SCRATCH_BYTES)
         self.media = _formatted(scenario.slots, scenario.slot_bytes).copy()
         self.clients: list[Client] = []
         self.survivors: list[Block] = []
@@ -115,7 +116,7 @@ class World:
         self.flash = SimFlash(
             self.media,
             self.random.getrandbits(32),
-            NO_FAULTS,
+            scenario.recovery_faults,
             queue_depth=max(scenario.queue_depth, 1),
             max_io_bytes=scenario.max_io_bytes,
         )
@@ -276,6 +277,8 @@ class World:
         if self.random.random() < self.scenario.reconnects:
             self._break_something()
         self._check_counts()
+        if self.step_number % 8 == 0:
+            self._check_pins()
 
     def _make_request(self) -> None:
         client = self.random.choice(self.clients)
@@ -472,6 +475,18 @@ class World:
         accounted = self.engine.slots_accounted()
         require(accounted == slots, f"{accounted} slots are accounted for, of {slots}")
 
+    def _check_pins(self) -> None:
+        """No block is evicted while it is pinned (flash may damage it, and it may expire)."""
+        index = self.region.index
+        if any(client.flash_loses for client in self.clients):
+            return
+        for block in self.truth.blocks.values():
+            if block.pinned_at == NEVER or block.mortal or block.excused or block.pinned_until_ns <= self.clock.now_ns:
+                continue
+            key = int.from_bytes(block.key[:8], "little"), int.from_bytes(block.key[8:], "little")
+            slot = index.find_one(*key, index.find_namespace(block.digest))
+            require(slot >= 0, f"block {block.number} is pinned, and gone")
+
     def _settle(self, done: Callable[[], bool], what: str) -> None:
         """Let everything run its course until `done()`; it must come to that."""
         for _ in range(4000):
@@ -523,7 +538,7 @@ def _formatted(slots: int, slot_bytes: int) -> Media:
     """A region of so many slots, as format leaves it."""
     media = Media(2 * TABLE_OFFSET + slots * slot_bytes)
     flash = SimFlash(media, 0)
-    scratch = SimMemory(SCRATCH_BYTES)
+    scratch = AnonymousMemory(SCRATCH_BYTES)
     flash.register_memory(scratch)
     superblock = format_region(flash, scratch, "sim", slot_bytes, uuid=bytes(range(16)), now_s=1)
     require(superblock.geometry.slots == slots, "another number of slots than meant")

@@ -107,14 +107,37 @@ def test_generated_blocks_and_statistics(agent: Agent) -> None:
     assert "connected" in table
 
 
+def test_a_time_to_live_below_a_second_is_not_without_end(agent: Agent) -> None:
+    assert agent("put", "--generate", "2", "--block", "4KiB", "--ttl", "200ms").returncode == 0
+    listed = [json.loads(line) for line in agent("list", "--json").stdout.splitlines()]
+    assert all(0 < block["ttl_s"] <= 1 for block in listed)
+
+
+def test_a_file_larger_than_the_windows(agent: Agent, tmp_path: Path) -> None:
+    file, manifest, back = tmp_path / "file", tmp_path / "manifest.json", tmp_path / "back"
+    content = random.Random(2).randbytes(96 << 20)  # of 4 x 8 MiB of windows, and 4 x 64 MiB of flash
+    file.write_bytes(content)
+    stored = agent.json("put", str(file), "-m", str(manifest), "--block", "128KiB", "--until", "flash")
+    assert stored["statuses"] == {"ok": 768}
+    assert agent.json("get", str(manifest), "-o", str(back))["statuses"] == {"ok": 768}
+    assert back.read_bytes() == content
+
+
 def test_mistakes_are_told_plainly(agent: Agent, tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.touch()
+    manifest = tmp_path / "manifest.json"
+    assert agent("put", "--generate", "2", "--block", "4KiB", "-m", str(manifest)).returncode == 0
     for arguments, code, text in (
         (["put", str(empty)], 2, "is empty"),
         (["put"], 2, "either a FILE or --generate"),
         (["get", str(empty), "-o", str(tmp_path / "x")], 2, "not a manifest"),
         (["get", str(tmp_path / "nothing"), "-o", "x"], 2, "cannot be read"),
+        (["get", str(manifest), "-o", str(tmp_path)], 2, "is a directory"),
+        (["get", str(manifest), "-o", "/proc/x"], 2, "/proc/x: cannot be written"),
+        (["get", str(manifest), "-o", str(tmp_path / "absent" / "x")], 2, "no such directory"),
+        (["put", str(manifest), "-m", str(tmp_path)], 2, "is a directory"),
+        (["put", str(manifest), "-m", "/proc/x"], 2, "/proc/x: the manifest cannot be written"),
         (["lookup"], 2, "say which blocks"),
         (["lookup", "--key", "12"], 2, "hexadecimal"),
         (["put", "--generate", "1", "--block", "5"], 2, "unit"),

@@ -5,21 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from common.errors import UserError
-from dpu_app.regions.eviction.base import EvictionPolicy
+from dpu_app.regions.eviction.base import EvictionPolicy, FingerprintOf
 from dpu_app.regions.eviction.fifo import Fifo
 from dpu_app.regions.eviction.lru import Lru
 from dpu_app.regions.eviction.s3fifo import S3Fifo
 from dpu_app.regions.eviction.sieve import Sieve
 
-__all__ = ["DEFAULT", "POLICIES", "EvictionPolicy", "create"]
+__all__ = ["DEFAULT", "POLICIES", "EvictionPolicy", "FingerprintOf", "create"]
 
 DEFAULT = "s3fifo"
-POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {"s3fifo": S3Fifo, "lru": Lru, "fifo": Fifo, "sieve": Sieve}
+POLICIES: dict[str, Callable[[int, FingerprintOf], EvictionPolicy]] = {
+    "s3fifo": S3Fifo,
+    "lru": lambda slots, _: Lru(slots),
+    "fifo": lambda slots, _: Fifo(slots),
+    "sieve": lambda slots, _: Sieve(slots),
+}
 
 
-def create(name: str, slots: int) -> EvictionPolicy:
-    """Raises UserError naming the policies there are."""
+def create(name: str, slots: int, fingerprint_of: FingerprintOf) -> EvictionPolicy:
+    """`fingerprint_of` tells a slot's fingerprint while the slot is known to the policy. Raises UserError naming the
+    policies there are."""
     policy = POLICIES.get(name)
     if policy is None:
         raise UserError(f"there is no eviction policy {name!r}: choose one of {', '.join(POLICIES)}")
-    return policy(slots)
+    return policy(slots, fingerprint_of)

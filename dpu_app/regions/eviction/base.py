@@ -14,6 +14,9 @@ import numpy.typing as npt
 
 Slots: TypeAlias = npt.NDArray[np.int64]
 
+FingerprintOf: TypeAlias = Callable[[int], int]
+"""A 64-bit hash of the key that a slot holds, the same each time."""
+
 SCAN_MAX = 4096
 """Slots that one call of `victim` looks at, at most: what is then left waits for the next call."""
 
@@ -27,7 +30,7 @@ class EvictionPolicy(Protocol):
         ...
 
     def on_insert(self, slot: int, fingerprint: int) -> None:
-        """`slot` now holds a new block. `fingerprint` is of its key (any 64-bit hash of it, the same each time)."""
+        """`slot` now holds a new block, whose key has this fingerprint."""
         ...
 
     def on_hit(self, slots: Slots) -> None:
@@ -45,8 +48,6 @@ class EvictionPolicy(Protocol):
         `on_remove`; one that is blocked is put off and keeps its standing."""
         ...
 
-    def bulk_insert(self, slots: Slots, fingerprints: npt.NDArray[np.uint32] | None = None) -> None:
-        """Insert many, oldest first, into an empty policy, in numpy's time. `fingerprints` is of every slot by its
-        number, folded to 32 bits (upper half xor lower half); the policy keeps the array, and may still be given its
-        contents until the next call."""
+    def bulk_insert(self, slots: Slots) -> None:
+        """Insert many, oldest first, into an empty policy, in numpy's time."""
         ...

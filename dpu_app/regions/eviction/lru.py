@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
-import numpy.typing as npt
-
 from dpu_app.regions.eviction.base import EvictionPolicy, Slots
 from dpu_app.regions.eviction.fifo import oldest_unblocked
 from dpu_app.regions.eviction.slot_queue import Links, SlotQueue
@@ -38,7 +35,7 @@ class Lru:
     def victim(self, blocked: Callable[[int], bool]) -> int:
         return oldest_unblocked(self._queue, blocked)
 
-    def bulk_insert(self, slots: Slots, fingerprints: npt.NDArray[np.uint32] | None = None) -> None:  # noqa: ARG002
+    def bulk_insert(self, slots: Slots) -> None:
         self._queue.push_many(slots)
 
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import numpy.typing as npt
 
-from dpu_app.regions.eviction.base import SCAN_MAX, EvictionPolicy, Slots
+from dpu_app.regions.eviction.base import SCAN_MAX, EvictionPolicy, FingerprintOf, Slots
 from dpu_app.regions.eviction.ghost import Ghost
 from dpu_app.regions.eviction.slot_queue import Links, SlotQueue
 from dpu_app.regions.huge_array import huge_zeros
@@ -25,27 +24,23 @@ _COUNTED = np.array([value + 1 if value & _FREQ < _FREQ else value for value in 
 
 
 class S3Fifo:
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, fingerprint_of: FingerprintOf) -> None:
         self._links = Links(slots, queues=2)
         self._small = SlotQueue(self._links, 0)
         self._main = SlotQueue(self._links, 1)
         self._state = huge_zeros(slots, np.uint8)
         """Uses counted up to 3; plus 4 in the main queue."""
         self._state_one = self._state.data
-        self._fingerprints = huge_zeros(slots, np.uint32)
-        self._fingerprint = self._fingerprints.data
+        self._fingerprint_of = fingerprint_of
         self._small_slots = max(1, slots // _SMALL_SHARE)
         self._ghost = Ghost(slots - self._small_slots)
 
     @property
     def bytes_per_slot(self) -> float:
-        arrays = self._links.nbytes + self._state.nbytes + self._fingerprints.nbytes + self._ghost.nbytes
-        return arrays / self._links.slots
+        return (self._links.nbytes + self._state.nbytes + self._ghost.nbytes) / self._links.slots
 
     def on_insert(self, slot: int, fingerprint: int) -> None:
-        short = (fingerprint ^ fingerprint >> 32) & 0xFFFFFFFF
-        self._fingerprint[slot] = short
-        if self._ghost.take(short):
+        if self._ghost.take(_folded(fingerprint)):
             self._state_one[slot] = _MAIN
             self._main.push(slot)
         else:
@@ -84,7 +79,7 @@ class S3Fifo:
                 self._main.push(slot)
                 spared = slot
             elif small:
-                self._ghost.insert(self._fingerprint[slot])
+                self._ghost.insert(_folded(self._fingerprint_of(slot)))
                 return slot
             elif state[slot] & _FREQ:
                 state[slot] -= 1
@@ -95,16 +90,18 @@ class S3Fifo:
                 return slot
         return spared
 
-    def bulk_insert(self, slots: Slots, fingerprints: npt.NDArray[np.uint32] | None = None) -> None:
+    def bulk_insert(self, slots: Slots) -> None:
         """The newest tenth waits in the small queue, as it would have; the rest is in the main queue."""
-        if fingerprints is not None:
-            self._fingerprints = fingerprints
-            self._fingerprint = fingerprints.data
         old = max(0, len(slots) - self._small_slots)
         self._main.push_many(slots[:old])
         self._small.push_many(slots[old:])
         self._state[:] = _MAIN
         self._state[slots[old:]] = 0
+
+
+def _folded(fingerprint: int) -> int:
+    """32 bits, as the ghost list takes them."""
+    return (fingerprint ^ fingerprint >> 32) & 0xFFFFFFFF
 
 
 _: type[EvictionPolicy] = S3Fifo

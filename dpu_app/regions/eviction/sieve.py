@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import numpy.typing as npt
 
 from dpu_app.regions.eviction.base import SCAN_MAX, EvictionPolicy, Slots
 from dpu_app.regions.eviction.slot_queue import Links, SlotQueue
@@ -60,7 +59,7 @@ class Sieve:
         self._hand = slot
         return spared
 
-    def bulk_insert(self, slots: Slots, fingerprints: npt.NDArray[np.uint32] | None = None) -> None:  # noqa: ARG002
+    def bulk_insert(self, slots: Slots) -> None:
         self._queue.push_many(slots)
 
 

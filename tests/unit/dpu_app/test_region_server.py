@@ -18,10 +18,11 @@ from common import wire
 from common.status import Status
 from common.wire import CONNECT_DATA, Op, StatId
 from doca_shims.api import Completion, ConnectionState, Opcode, RecvRequest, SendRequest, ShimError, WcStatus
+from dpu_app.flash.anonymous_memory import AnonymousMemory
 from dpu_app.peer import Peer
 from dpu_app.region_server import RegionFacts, RegionServer
 from dpu_app.worker_channel import ChannelClosedError, Message
-from tests.unit.dpu_app.regions.engine_world import SLOT_BYTES, Buffer, World, content, key, statuses
+from tests.unit.dpu_app.regions.engine_world import SLOT_BYTES, World, content, key, statuses
 
 CREDITS = 4
 TOKEN = b"t" * 16
@@ -176,7 +177,7 @@ class Rig:
         self.channel, self.listener, self.flash = Channel(), _Event(), _Event()
         self.peers: dict[int, Peer] = {}
         self.requests: deque[Any] = deque()
-        self.fabric = SimpleNamespace(allocate=Buffer, alloc_pd=Domain)
+        self.fabric = SimpleNamespace(allocate=AnonymousMemory, alloc_pd=Domain)
         vars(self.listener).update(address="a", accept=lambda: self.requests.popleft() if self.requests else None)
         vars(self.flash).update(poll=self.world.flash.poll, submit=self._submit)
         facts = RegionFacts("r", "00" * 16, SLOT_BYTES, self.world.slots, 0, 1)
@@ -308,7 +309,7 @@ def test_a_connection_that_breaks_under_a_waiting_answer_ends_alone(rig: Rig) ->
 
 
 def test_an_agent_for_which_there_is_no_memory_is_told(rig: Rig) -> None:
-    def no_memory(length_bytes: int) -> Buffer:
+    def no_memory(length_bytes: int) -> AnonymousMemory:
         raise ShimError(errno.ENOMEM, "allocate", f"{length_bytes} bytes")
 
     vars(rig.fabric)["allocate"] = no_memory

@@ -9,7 +9,8 @@ import pytest
 
 from doca_shims import flash_contract
 from doca_shims.api import FlashCompletion, FlashOp, FlashRequest
-from emulator.sim_flash import SECTOR_BYTES, Fault, FaultKind, FaultPlan, Media, SimFlash, SimMemory
+from dpu_app.flash.anonymous_memory import AnonymousMemory
+from emulator.sim_flash import SECTOR_BYTES, Fault, FaultKind, FaultPlan, Media, SimFlash
 
 CAPACITY_BYTES = 1 << 20
 PLANNED = [
@@ -24,7 +25,7 @@ def _plan(chance: float, *faults: str) -> FaultPlan:
 
 def _contract_violations(plan: FaultPlan, seed: int) -> int:
     media = Media(CAPACITY_BYTES)
-    target = flash_contract.FlashUnderTest(lambda: SimFlash(media, seed, plan), SimMemory)
+    target = flash_contract.FlashUnderTest(lambda: SimFlash(media, seed, plan), AnonymousMemory)
     count = 0
     for check in flash_contract.CHECKS:
         try:
@@ -47,7 +48,7 @@ def test_the_contract_sees_each_planned_fault(fault: str) -> None:
 
 def _workload(seed: int, plan: FaultPlan) -> tuple[list[FlashCompletion], list[Fault], dict[int, bytearray]]:
     device = SimFlash(Media(CAPACITY_BYTES), seed, plan)
-    memory = SimMemory(1 << 16)
+    memory = AnonymousMemory(1 << 16)
     device.register_memory(memory)
     memory.view[:] = bytes(index * 7 % 251 for index in range(1 << 16))
     done: list[FlashCompletion] = []
@@ -69,7 +70,7 @@ def test_a_crash_tears_by_sectors_what_was_in_flight() -> None:
     shapes = set()
     for seed in range(60):
         device = SimFlash(Media(CAPACITY_BYTES), seed)
-        memory = SimMemory(4096)
+        memory = AnonymousMemory(4096)
         device.register_memory(memory)
         memory.view[:] = b"\xff" * 4096
         device.submit([FlashRequest(1, FlashOp.WRITE, 0, memory.address, 4096)])
@@ -83,7 +84,7 @@ def test_a_crash_tears_by_sectors_what_was_in_flight() -> None:
 
 def test_memory_that_changes_under_a_write_is_told() -> None:
     device = SimFlash(Media(CAPACITY_BYTES), 1)
-    memory = SimMemory(4096)
+    memory = AnonymousMemory(4096)
     device.register_memory(memory)
     device.submit([FlashRequest(1, FlashOp.WRITE, 8192, memory.address, 4096)])
     memory.view[7] = 1

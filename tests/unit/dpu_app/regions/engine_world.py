@@ -16,6 +16,7 @@ from common import wire
 from common.status import Status
 from common.wire import Capsule, EntryFlags, Flags, Op
 from doca_shims.api import Completion, Opcode, SendFlags, SendRequest, WcStatus
+from dpu_app.flash.anonymous_memory import AnonymousMemory
 from dpu_app.regions.admission import AdmissionFilter, AdmitAll
 from dpu_app.regions.context import EngineSettings
 from dpu_app.regions.engine import RegionEngine
@@ -28,21 +29,6 @@ SLOT_BYTES = 8192
 RKEY = 77
 NAMESPACE = b"n" * 16
 START_S = 1_700_000_000
-
-
-class Buffer:
-    """Memory with an address, as `doca_shims.api.Memory`."""
-
-    def __init__(self, length_bytes: int) -> None:
-        self._raw = (ctypes.c_ubyte * (length_bytes + 4096))()
-        base = ctypes.addressof(self._raw)
-        self.address = -(-base // 4096) * 4096
-        self.length_bytes = length_bytes
-        self.page_bytes = 4096
-        self.fd: int | None = None
-        self.view = memoryview(self._raw).cast("B")[self.address - base : self.address - base + length_bytes]
-
-    def close(self) -> None: ...
 
 
 class StillClock:
@@ -93,7 +79,7 @@ class World:
         self._eviction = eviction
         self._quotas = quotas or FixedQuotas({})
         self._admission = admission or AdmitAll()
-        self.client = Buffer(1 << 20)
+        self.client = AnonymousMemory(1 << 20)
         self._request_id = 0
         self.hold_fabric = False
         self.held: list[tuple[int, list[SendRequest]]] = []
@@ -102,13 +88,19 @@ class World:
         self._start(format_new=media is None)
         self.flash.plan = plan
 
-    def _start(self, format_new: bool) -> None:
+    def _start(self, format_new: bool, order_later: bool = False) -> None:
         layout = WindowLayout.fit(self._frames * SLOT_BYTES, SLOT_BYTES)
-        self.memory = Buffer(layout.memory_bytes)
+        self.memory = AnonymousMemory(layout.memory_bytes)
         self.flash.register_memory(self.memory)
         if format_new:
             format_region(self.flash, self.memory, "r", SLOT_BYTES, now_s=START_S)
-        self.region = open_region(self.flash, self.memory, self._eviction, now_s=self.clock.wall_ns() // 10**9)
+        self.region = open_region(
+            self.flash,
+            self.memory,
+            self._eviction,
+            now_s=self.clock.wall_ns() // 10**9,
+            order_later_above_slots=0 if order_later else None,
+        )
         self.slots = self.region.superblock.geometry.slots
         self.window = Window(layout, self.memory.address, self.memory.view)
         self.leases = LeaseLedger()
@@ -125,7 +117,7 @@ class World:
         self.engine.open_session(1, "t", {1: NAMESPACE})
         self.engine.connected(1, 1, window_lkey=5)
 
-    def restart(self, clean: bool) -> None:
+    def restart(self, clean: bool, order_later: bool = False) -> None:
         """Stop (flushing everything) or crash, and open again what is on flash."""
         if clean:
             self.engine.drain()
@@ -136,7 +128,7 @@ class World:
             self.flash.crash()
         self.flash = SimFlash(self.media, seed=2)
         self.answers.clear()
-        self._start(format_new=False)
+        self._start(format_new=False, order_later=order_later)
 
     # ---------------------------------------------------------------- the driver
 

@@ -2,27 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import mmap
 from collections.abc import Callable, Sequence
 
 from doca_shims.api import FlashCaps, FlashCompletion, FlashDevice, FlashOp, FlashRequest, Memory, ShimError
-
-
-class AnonymousMemory:
-    """Page-aligned `Memory` that no fabric is needed for."""
-
-    def __init__(self, length_bytes: int) -> None:
-        self._map = mmap.mmap(-1, length_bytes)
-        self.view = memoryview(self._map)
-        self.length_bytes = length_bytes
-        self.page_bytes = mmap.PAGESIZE
-        self.fd: int | None = None
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-
-    def close(self) -> None:
-        self.view.release()
+from dpu_app.flash.anonymous_memory import AnonymousMemory
 
 
 class MemoryFlash:

@@ -9,8 +9,9 @@ import pytest
 
 from common.errors import DeadlineError, LowerLayerError
 from doca_shims.api import FlashCompletion, FlashOp
+from dpu_app.flash.anonymous_memory import AnonymousMemory
 from dpu_app.regions.blocking_flash import BlockingFlash, problem_of
-from tests.unit.dpu_app.regions.memory_flash import AnonymousMemory, MemoryFlash, blank_flash
+from tests.unit.dpu_app.regions.memory_flash import MemoryFlash, blank_flash
 
 
 @pytest.mark.parametrize("length_bytes", [4096, 1 << 20, (5 << 20) + 8192])

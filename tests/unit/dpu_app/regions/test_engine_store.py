@@ -284,3 +284,26 @@ def test_an_expired_block_that_is_still_read_is_busy_not_doubled() -> None:
     world.pass_ms(3_001)
     assert world.store(FOUR[:1]) == [Status.OK]
     assert world.engine.slots_accounted() == world.slots
+
+
+def test_a_large_region_serves_before_its_eviction_order_is_restored() -> None:
+    world = World(slots=64, frames=16)
+    keys = [key(i) for i in range(world.slots)]
+    for start in range(0, len(keys), 8):
+        world.store(keys[start : start + 8], 4096)
+    world.restart(clean=True, order_later=True)
+    restore_order = world.region.restore_order
+    assert restore_order is not None
+    assert world.retrieve(keys[:8]) == [content(name, 4096) for name in keys[:8]]
+    assert statuses(world.ask(Op.TOUCH, world.key_entries(keys[:1]))) == [Status.OK]
+    assert statuses(world.ask(Op.DELETE, world.key_entries(keys[8:9]))) == [Status.OK]
+    assert world.store([key(1000)], 4096) == [Status.BUSY]
+    assert world.store(keys[:1], 4096) == [Status.EXISTS]
+    restore_order()
+    world.engine.order_restored()
+    assert world.store([key(1000)], 4096) == [Status.OK]
+    assert world.store([key(1001)], 4096) == [Status.OK]
+    assert world.lookup([keys[0], keys[1], keys[8]]) == [Status.MISS, Status.OK, Status.MISS]
+    world.pass_ms(200)
+    world.settle()
+    assert world.engine.slots_accounted() == world.slots

@@ -278,5 +278,5 @@ def test_memory_per_slot_at_ten_million_is_at_most_64_bytes() -> None:
     slots = 10_000_000
     index_bytes = SlotIndex(slots).memory_bytes
     for name in POLICIES:
-        assert index_bytes + create(name, slots).bytes_per_slot * slots <= 64 * slots, name
+        assert index_bytes + create(name, slots, int).bytes_per_slot * slots <= 64 * slots, name
     assert LOAD_MAX < 0.95
