@@ -101,7 +101,7 @@ def test_a_dead_dpu_shows_and_the_rest_goes_down(place: Place) -> None:
 
 
 def test_a_pod_that_cannot_serve_says_why_and_leaves_nothing(place: Place) -> None:
-    up = place.emu("up", *SMALL, "--eviction", "random", *place.options)
+    up = place.emu("up", *SMALL, "--flash-driver", "random", *place.options)
     assert up.returncode == 3
     assert "random" in up.stderr
     assert "Traceback" not in up.stderr
@@ -135,4 +135,5 @@ def test_mistakes_are_told_with_file_line_and_key(place: Place, tmp_path: Path) 
     assert place.emu("config-check", str(file)).returncode == 0
     assert place.emu("up", "--slot", "5KiB", *place.options).returncode == 2
     assert place.emu("up", "--slot", "lots", *place.options).returncode == 2
+    assert "none of s3fifo" in place.emu("up", "--eviction", "random", *place.options).stderr
     assert place.left() == []
