@@ -62,6 +62,7 @@ class _Commands(click.Group):
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(version(), message="%(version)s")
 def main() -> None:
     """The Entresol DPU application: KV regions on flash, served to agents by RDMA."""
 

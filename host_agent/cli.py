@@ -61,6 +61,7 @@ _STATS_SHOWN = (
 )
 @click.option("--dpu", "dpus", multiple=True, envvar="ENTRESOL_DPU", help="A DPU's gRPC address; repeat it for more.")
 @click.option("--tenant", envvar="ENTRESOL_TENANT", help="As whom; default: the configuration's, or 'default'.")
+@click.version_option(client_version(), message="%(version)s")
 @click.pass_context
 def main(ctx: click.Context, config_file: Path | None, dpus: tuple[str, ...], tenant: str | None) -> None:
     """Entresol's host agent: keep KV blocks in the pod's flash, and get them back."""

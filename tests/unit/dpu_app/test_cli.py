@@ -87,3 +87,4 @@ def test_version_is_that_of_the_distribution() -> None:
     code, out, _ = run("version")
     assert code == 0
     assert out.count(".") == 2
+    assert run("--version") == (0, out, "")
