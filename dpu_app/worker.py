@@ -59,7 +59,9 @@ def serve(config: WorkerConfig, channel: WorkerEnd) -> None:
             _LOG.warning(message, extra={"region": settings.name})
         engine_settings = _engine_settings(settings, fabric)
         geometry = region.superblock.geometry
-        window = Window(layout, window_memory.address, window_memory.view)
+        # A frame holds whole blocks of the region as it was formatted, which the configuration may not say any more.
+        frames = WindowLayout.fit(layout.frames * layout.frame_bytes, geometry.slot_bytes)
+        window = Window(frames, window_memory.address, window_memory.view)
         peers: dict[int, Peer] = {}
         engine = RegionEngine(
             engine_settings,

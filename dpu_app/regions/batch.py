@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from dpu_app.regions.sessions import Connection
 
 OPEN = 255
+_KEPT_MIN = 256
+"""So few batches, closed or not, are not worth looking through."""
 _UNTIL_FLASH = int(Flags.UNTIL_FLASH)
 _RESULT = struct.Struct("<BBHIQ")
 _TEMPLATES = {
@@ -117,13 +119,19 @@ class Batch:
 
 
 class Deadlines:
-    """Open batches by deadline. Closed ones are dropped as they surface."""
+    """Open batches by deadline. Closed ones are dropped as they surface, or when half of what is kept is closed: one
+    that stays open for long would otherwise keep all that came and went behind it."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, Batch]] = []
         self._sequence = 0
+        self._clear_at = _KEPT_MIN
 
     def add(self, batch: Batch) -> None:
+        if len(self._heap) >= self._clear_at:
+            self._heap = [item for item in self._heap if not item[2].closed]
+            heapq.heapify(self._heap)
+            self._clear_at = max(_KEPT_MIN, 2 * len(self._heap))
         self._sequence += 1
         heapq.heappush(self._heap, (batch.deadline_ns, self._sequence, batch))
 

@@ -96,8 +96,11 @@ class BlockingFlash:
                 spare.append(position)
 
     def read(self, offset_bytes: int, length_bytes: int) -> tuple[bytes, str | None]:
-        """At most `request_bytes`, and why they are not to be used, or None."""
-        problem = self._one(FlashOp.READ, offset_bytes, length_bytes)
+        """At most `request_bytes`, and why they are not to be used, or None. What fails is tried again."""
+        for _ in range(PAGE_ATTEMPTS):
+            problem = self._one(FlashOp.READ, offset_bytes, length_bytes)
+            if problem is None:
+                break
         return bytes(self.memory.view[:length_bytes]), problem
 
     def write(self, offset_bytes: int, data: bytes) -> None:

@@ -41,7 +41,7 @@ class BulkLoad:
     def __init__(self, index: SlotIndex) -> None:
         self._index = index
         self._hash = index.key_hash
-        self._fill = np.zeros(self._hash.buckets, np.uint8)
+        self.fill = np.zeros(self._hash.buckets, np.uint8)
         """Cells in use per bucket: they fill from the first on, because nothing is removed meanwhile."""
         self._homeless: list[Slots] = []
         """Slots that found no cell at once, or whose key may be there already: `finish` sees to them."""
@@ -60,6 +60,11 @@ class BulkLoad:
             crowded = self._place(part[full], tags[full], second[full].view(np.int64))
             self._homeless.append(part[full[crowded]])
 
+    def put_off(self, slots: Slots) -> None:
+        """Slots whose columns are set and that found no place, or whose key another slot has: `finish` sees to
+        them."""
+        self._homeless.append(slots)
+
     def _place(self, slots: Slots, tags: U64s, buckets: Slots) -> Slots:
         """Each slot into the next cell of its bucket. Positions of those whose bucket was full.
 
@@ -67,7 +72,7 @@ class BulkLoad:
         misses no pair of them: a bucket that was full is full for good, so both look into the same one. So is a slot
         that met another one at its cell.
         """
-        fill = self._fill.take(buckets)
+        fill = self.fill.take(buckets)
         open_ = fill < LANES
         lanes = self._hash.tags.take(buckets)
         lanes ^= tags * _LOWS
@@ -81,7 +86,7 @@ class BulkLoad:
         won = self._claim(cell, slots, tags)
         self._homeless.append(slots[~won])
         fill += 1
-        self._fill[buckets] = fill  # the same number for all that met at one cell
+        self.fill[buckets] = fill  # the same number for all that met at one cell
         return full
 
     def _claim(self, cell: Slots, slots: Slots, tags: U64s) -> Mask:

@@ -26,6 +26,8 @@ class EngineSettings:
     deadline_max_ms: int = 60_000
     lease_default_ms: int = 2_000
     lease_max_ms: int = 30_000
+    leases_fraction: float = 0.5
+    """Of the frames: no more are leased at a time, so that no agent can keep the whole window from the others."""
     pins_fraction: float = 0.5
     ttl_default_s: int = 0
     """For stores that name none; 0: no expiry."""

@@ -1,9 +1,9 @@
 """The region's queue in front of its flash device: priorities, tags, and whole-or-failed results.
 
-Demand reads go first, then slot-table writes, then data writes (at most half of the device's depth while reads
-wait), then prefetch reads and discards. A short count is carried on from where it stopped; only a
-transfer that moved every byte succeeds. A completion whose tag is unknown or already answered is counted and
-ignored. The engine moves what `pump` returns to the device and the device's completions to `complete`.
+Demand reads go first, but for an eighth of the device's depth while writes wait; then slot-table writes, then data
+writes (at most half of the depth while reads wait), then prefetch reads and discards. A short count is carried on from
+where it stopped; only a transfer that moved every byte succeeds. A completion whose tag is unknown or already answered
+is counted and ignored. The engine moves what `pump` returns to the device and the device's completions to `complete`.
 """
 
 from __future__ import annotations
@@ -99,12 +99,18 @@ class FlashQueue:
                     and self._writes_in_flight >= self._write_share()
                 ):
                     break
+                if priority is Priority.DEMAND and self._reads_in_flight >= self._read_share():
+                    break
                 queue.popleft()
                 self._start(job, requests)
         return requests
 
     def _write_share(self) -> int:
         return max(1, self._depth // 2) if self._waiting[Priority.DEMAND] or self._reads_in_flight else self._depth
+
+    def _read_share(self) -> int:
+        writes_wait = self._waiting[Priority.TABLE] or self._waiting[Priority.DATA]
+        return max(1, self._depth - max(1, self._depth // 8)) if writes_wait else self._depth
 
     def _start(self, job: FlashJob, requests: list[FlashRequest]) -> None:
         limit = self._caps.max_io_bytes

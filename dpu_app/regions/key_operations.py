@@ -1,7 +1,7 @@
 """LOOKUP, TOUCH, PIN, UNPIN, DELETE and LIST: operations on keys that move no block.
 
-All but DELETE are answered at once. DELETE is answered when the block's entry on flash is cleared, so that a
-deleted block does not come back after a crash.
+All but DELETE are answered at once. DELETE is answered when no entry on flash names the block, neither its own nor
+that of a slot it left earlier, so that a deleted block does not come back after a crash.
 """
 
 from __future__ import annotations
@@ -71,20 +71,18 @@ class KeyOperations:
         context = self._context
         slots = find(context, batch)
         gone: set[int] = set()
+        deletion = _Deletion(batch)
         for entry in batch.open_entries():
             slot = slots[entry]
             if slot < 0 or slot in gone:
-                batch.resolve(entry, Status.MISS)
+                deletion.cleared(entry, Status.MISS)
             elif context.catalogue.leased_or_moving(slot):
                 batch.resolve(entry, Status.IN_USE)
             else:
                 gone.add(slot)
                 context.stats.add(StatId.DELETES)
-                context.catalogue.forget(slot, partial(self._deleted, batch, entry))
-
-    @staticmethod
-    def _deleted(batch: Batch, entry: int, error: int) -> None:
-        batch.resolve(entry, Status.FLASH_ERROR if error else Status.OK)
+                context.catalogue.forget(slot, partial(deletion.written, entry))
+        context.catalogue.table.settle(deletion.settled)
 
     def list_blocks(self, session: Session, request: Capsule) -> bytes:
         """A page of the blocks in the namespaces that this session has opened."""
@@ -118,3 +116,27 @@ class KeyOperations:
     def _refused(request: Capsule, status: Status) -> bytes:
         results = np.zeros(0, LIST_RESULT)
         return encode(Op.LIST, request.request_id, results, flags=Flags.RESPONSE, status=status)
+
+
+class _Deletion:
+    """The entries of one DELETE, answered when their own slots are cleared and the slot table is settled."""
+
+    def __init__(self, batch: Batch) -> None:
+        self._batch = batch
+        self._held: list[tuple[int, Status]] | None = []
+        """Cleared entries that wait for the table; None once it is settled."""
+        self._failed = False
+
+    def written(self, entry: int, error: int) -> None:
+        self.cleared(entry, Status.FLASH_ERROR if error else Status.OK)
+
+    def cleared(self, entry: int, status: Status) -> None:
+        if self._held is not None:
+            self._held.append((entry, status))
+        else:
+            self._batch.resolve(entry, Status.FLASH_ERROR if self._failed else status)
+
+    def settled(self, error: int) -> None:
+        held, self._held, self._failed = self._held or [], None, error != 0
+        for entry, status in held:
+            self.cleared(entry, status)

@@ -38,6 +38,9 @@ class Leases:
         self._leases: dict[int, Lease] = {}
         self._expiry: list[tuple[int, int]] = []
         self._next_id = 0
+        self._leases_of: dict[int, int] = {}
+        """Leased frame -> how many leases are on it."""
+        self._frames_max = max(1, int(context.settings.leases_fraction * context.window.layout.frames))
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -55,12 +58,16 @@ class Leases:
         wanted_ms = batch.rows[entry][3] or settings.lease_default_ms
         duration_ms = min(wanted_ms, settings.lease_max_ms)
         connection = batch.connection
+        if frame not in self._leases_of and len(self._leases_of) >= self._frames_max:
+            batch.resolve(entry, Status.BUSY)
+            return
         try:
             rkey = self._port.grant(connection.connection_id, context.window.address(frame), length)
         except OSError:
             batch.resolve(entry, Status.BUSY)
             return
         context.window.hold(frame)
+        self._leases_of[frame] = self._leases_of.get(frame, 0) + 1
         self._next_id += 1
         lease = Lease(self._next_id, connection, frame, context.window.generation[frame], rkey)
         self._leases[lease.lease_id] = lease
@@ -104,3 +111,6 @@ class Leases:
         lease.connection.leases.discard(lease.lease_id)
         self._port.revoke(lease.connection.connection_id, lease.rkey)
         self._context.window.unhold(lease.frame)
+        self._leases_of[lease.frame] -= 1
+        if not self._leases_of[lease.frame]:
+            del self._leases_of[lease.frame]

@@ -62,6 +62,16 @@ class NamespaceIds:
         found: npt.NDArray[np.uint16] = ids[inverse.reshape(-1)]
         return found
 
+    @property
+    def known(self) -> tuple[npt.NDArray[np.uint16], Words, Words]:
+        """The table: ids, and the two words of the digests they answer for."""
+        return self._ids, self._lo, self._hi
+
+    @property
+    def sums(self) -> npt.NDArray[np.int64]:
+        """Sum of lengths per id, of all ids there may be; whoever counts by itself adds here."""
+        return self._totals
+
     def totals(self) -> npt.NDArray[np.int64]:
         """Sum of lengths per id."""
         return self._totals[: self._known]

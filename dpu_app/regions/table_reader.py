@@ -14,10 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from doca_shims.api import Memory
+from dpu_app.regions import native_load
 from dpu_app.regions.blocking_flash import Block, BlockingFlash
 from dpu_app.regions.bulk_load import BulkLoad
 from dpu_app.regions.index import FREE, USED, SlotIndex
 from dpu_app.regions.namespace_ids import NO_ID, NamespaceIds
+from dpu_app.regions.native_load import NativeLoad
 from dpu_app.regions.slot_table import CHUNK, ENTRY_BYTES, Mask, Words, damaged, decode_columns, words_of
 from dpu_app.regions.superblock import ENTRIES_PER_PAGE, TABLE_PAGE_BYTES, Superblock
 
@@ -41,6 +43,9 @@ class TableReader:
         self._loading: list[Future[None]] = []
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="index-load")
         self._namespaces = NamespaceIds(index)
+        self._native: NativeLoad | None = None
+        if native_load.LIBRARY is not None:
+            self._native = NativeLoad(native_load.LIBRARY, index, self._load, self._namespaces, self._salt, now_s)
         self._used = 0
         self.dropped = 0
         self.newest_generation = 0
@@ -73,9 +78,14 @@ class TableReader:
     def _add(self, block: Block, memory: Memory) -> None:
         words = words_of(block.view(memory))
         first_slot = (block.offset_bytes - self._geometry.table_offset) // ENTRY_BYTES
-        added = [
-            self._add_chunk(words[start : start + CHUNK], first_slot + start) for start in range(0, len(words), CHUNK)
-        ]
+        starts = range(0, len(words), CHUNK)
+        if self._native is not None:
+            for start in starts:
+                chunk = words[start : start + CHUNK]
+                if not self._native.add(chunk, first_slot + start):
+                    self._load.add([self._add_chunk(chunk, first_slot + start)])
+            return
+        added = [self._add_chunk(words[start : start + CHUNK], first_slot + start) for start in starts]
         self._loading.append(self._pool.submit(self._load.add, added))
 
     def _add_chunk(self, words: Words, first_slot: int) -> Places:
@@ -154,6 +164,9 @@ class TableReader:
                 loading.result()
         finally:
             self._pool.shutdown()
+        if self._native is not None:
+            self._used += self._native.used
+            self.newest_generation = max(self.newest_generation, self._native.newest_generation)
         self._load.finish()
         losers = np.array(self._load.losers, np.int64)
         self._drop(losers)

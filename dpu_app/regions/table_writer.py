@@ -2,7 +2,7 @@
 
 A page goes out with the entries that are on flash at that moment (data first, then entry); whoever waits for a
 page is called when a write that began after its request is through. A failing page is tried again a few times.
-Used by the store path (new entries) and the catalogue (entries of deleted blocks).
+Used by the store path (new entries), the catalogue (entries of deleted blocks) and DELETE (claims of earlier copies).
 """
 
 from __future__ import annotations
@@ -61,6 +61,25 @@ class TableWriter:
         for page in self._stale:
             self._due.setdefault(page, [])
         self._stale.clear()
+
+    def settle(self, waiter: Waiter) -> None:
+        """Make flash forget every block that is gone by now: `waiter` is called when all pages that are stale, due or
+        being written are through, with the first error among them; at once where there are none."""
+        self.write_stale()
+        pages = [*self._due.values(), *self._in_flight.values()]
+        left, first_error = len(pages), 0
+        if not left:
+            waiter(0)
+
+        def written(error: int) -> None:
+            nonlocal left, first_error
+            left -= 1
+            first_error = first_error or error
+            if left == 0:
+                waiter(first_error)
+
+        for waiters in pages:
+            waiters.append(written)
 
     def pump(self) -> None:
         """Start what is due, as far as buffers go; a page that is being written waits for its next turn."""

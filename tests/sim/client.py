@@ -218,17 +218,20 @@ class Client:
     def _count(self) -> int:
         return self.random.choice((0, 1, 1, 1, 2, 3, 5, 8))
 
-    def _pick(self) -> tuple[int, Block | None]:
+    def _pick(self, alike: bool = False) -> tuple[int, Block | None]:
         """A handle and a block; now and then a handle that this session has not opened."""
         if self.random.random() < 0.03:
             return self.random.choice((0, 99, 1 << 31)), None
         handle = self.random.choice(sorted(self.handles))
         blocks = self.truth.of[self.handles[handle]]
+        if alike:
+            return handle, self.random.choice(blocks)
         # Some blocks are wanted far more often than others.
         return handle, blocks[min(int(self.random.expovariate(4.0 / len(blocks))), len(blocks) - 1)]
 
-    def _entries(self, count: int, layout: np.dtype[np.void]) -> tuple[wire.Entries, list[Item]]:
-        picks = [self._pick() for _ in range(count)]
+    def _entries(self, count: int, layout: np.dtype[np.void], alike: bool = False) -> tuple[wire.Entries, list[Item]]:
+        """So many entries for random blocks, `alike`: for each with the same chance."""
+        picks = [self._pick(alike) for _ in range(count)]
         keys = [self.truth.of[next(iter(self.handles.values()))][0].key if b is None else b.key for _, b in picks]
         entries = wire.keys_array(keys, layout)
         entries["namespace"] = [handle for handle, _ in picks]
@@ -329,7 +332,27 @@ class Client:
         return np.array(sges, wire.SGE) if sges else None
 
     def _retrieve(self) -> None:
-        self._load(Op.RETRIEVE, Flags.NONE)
+        if self.random.random() < 0.25:
+            self._retrieve_in_order()
+        else:
+            self._load(Op.RETRIEVE, Flags.NONE)
+
+    def _retrieve_in_order(self) -> None:
+        """Many whole blocks, the most wanted ones, into buffers one after the other: what an engine mostly asks for."""
+        count = min(self.random.choice((4, 16, 24)), len(self.free))
+        handle = self.random.choice(sorted(self.handles))
+        blocks = self.truth.of[self.handles[handle]]
+        if self.random.random() < 0.7:
+            blocks = [block for block in blocks if block.last_hit_by == self.session_id] or blocks
+        chosen = [self.random.choice(blocks) for _ in range(count)]
+        entries = wire.keys_array([block.key for block in chosen], wire.BLOCK_ENTRY)
+        items = [Item(block, buffers=[buffer]) for block, buffer in zip(chosen, sorted(self._take(count)))]
+        for row, item, block in zip(entries, items, chosen):
+            item.pieces = [(self._start(item.buffers[0]), len(block.value))]
+            row["namespace"], row["sge_count"], row["rkey"] = handle, 1, self.rkey
+            row["address"] = self.base + item.pieces[0][0]
+            row["length"] = item.wanted = self.random.choice((0, len(block.value)))
+        self._queue(Op.RETRIEVE, entries, items)
 
     def read_now(self, block: Block) -> None:
         """Queue a RETRIEVE of this one block, with time enough."""
@@ -393,7 +416,7 @@ class Client:
         second.buffers = []
 
     def _by_key(self, op: Op) -> None:
-        entries, items = self._entries(self._count(), wire.KEY_ENTRY)
+        entries, items = self._entries(self._count(), wire.KEY_ENTRY, alike=op is Op.PIN)
         if op is Op.LEASE:
             entries["argument"] = self.random.choice((0, 1, 20, 500))
         elif op is Op.PIN:
@@ -496,6 +519,7 @@ class Client:
         if not item.buffers:
             return
         block.sure = True
+        block.last_hit_by = self.session_id
         wanted = item.wanted or len(block.value) - item.offset
         expected = block.value[item.offset : item.offset + wanted]
         require(int(row["length"]) == wanted, f"{request.op.name}: length {int(row['length'])}, not {wanted}")

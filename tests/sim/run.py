@@ -19,6 +19,23 @@ def failure_of(seed: int) -> BaseException | None:
     return None
 
 
+def failures_in(first: int, count: int) -> list[str]:
+    """For each of the seeds from `first` on that fails, the line that repeats it and what it comes to."""
+    found = []
+    for seed in range(first, first + count):
+        error = failure_of(seed)
+        if error is not None:
+            found.append(f"python -m tests.sim.run --seed {seed}  # {type(error).__name__}: {error}")
+    return found
+
+
+def trace_of(seed: int) -> str:
+    """A digest of all that the engine did in the world of `seed`: the same in every process."""
+    world = World(Scenario.of(seed))
+    world.run()
+    return world.trace.hexdigest()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, required=True)
@@ -26,14 +43,13 @@ def main() -> None:
     arguments = parser.parse_args()
     failed = 0
     for seed in range(arguments.seed, arguments.seed + arguments.count):
-        error = failure_of(seed)
-        if error is not None:
+        for line in failures_in(seed, 1):
             failed += 1
-            print(f"python -m tests.sim.run --seed {seed}  # {type(error).__name__}: {error}", flush=True)
-            if arguments.count == 1:
-                print(Scenario.of(seed))
-                traceback.print_exception(error)
+            print(line, flush=True)
     print(f"{arguments.count - failed} of {arguments.count} worlds held")
+    if failed and arguments.count == 1:
+        print(Scenario.of(arguments.seed))
+        traceback.print_exception(failure_of(arguments.seed))
     sys.exit(1 if failed else 0)
 
 

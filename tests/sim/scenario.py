@@ -50,6 +50,11 @@ class Scenario:
     """Part of all blocks that is stored before anything else happens."""
 
     @property
+    def recovery_faults(self) -> FaultPlan:
+        """While the region is opened: of the faults of its life, those that can be got over by trying again."""
+        return replace(self.faults, eio_write=0.0, enospc=0.0, short_write=0.0, lost_write=0.0, bit_flip=0.0)
+
+    @property
     def evicts(self) -> bool:
         return 3 * self.keys > self.slots
 

@@ -55,6 +55,8 @@ class Block:
     """Its last STORE named a TTL that is over at this time (0: unknown), and how many had been sent by then."""
     mortal: bool = False
     """Was ever stored with a TTL, so that it may vanish by itself."""
+    last_hit_by: int = 0
+    """The session that retrieved it last."""
     excused: bool = False
     excused_at: int = 0
     """Flash was told to lose or damage it, or the block that had its place in the slot table."""

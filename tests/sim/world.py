@@ -43,8 +43,8 @@ REQUESTS = {
     Op.PREFETCH: 8,
     Op.LEASE: 4,
     Op.RELEASE: 3,
-    Op.PIN: 3,
-    Op.UNPIN: 2,
+    Op.PIN: 8,
+    Op.UNPIN: 1,
     Op.TOUCH: 1,
     Op.DELETE: 8,
     Op.CANCEL: 3,
@@ -116,7 +116,7 @@ class World:
         self.flash = SimFlash(
             self.media,
             self.random.getrandbits(32),
-            NO_FAULTS,
+            scenario.recovery_faults,
             queue_depth=max(scenario.queue_depth, 1),
             max_io_bytes=scenario.max_io_bytes,
         )
@@ -277,6 +277,8 @@ class World:
         if self.random.random() < self.scenario.reconnects:
             self._break_something()
         self._check_counts()
+        if self.step_number % 8 == 0:
+            self._check_pins()
 
     def _make_request(self) -> None:
         client = self.random.choice(self.clients)
@@ -472,6 +474,18 @@ class World:
         slots = self.region.superblock.geometry.slots
         accounted = self.engine.slots_accounted()
         require(accounted == slots, f"{accounted} slots are accounted for, of {slots}")
+
+    def _check_pins(self) -> None:
+        """No block is evicted while it is pinned (flash may damage it, and it may expire)."""
+        index = self.region.index
+        if any(client.flash_loses for client in self.clients):
+            return
+        for block in self.truth.blocks.values():
+            if block.pinned_at == NEVER or block.mortal or block.excused or block.pinned_until_ns <= self.clock.now_ns:
+                continue
+            key = int.from_bytes(block.key[:8], "little"), int.from_bytes(block.key[8:], "little")
+            slot = index.find_one(*key, index.find_namespace(block.digest))
+            require(slot >= 0, f"block {block.number} is pinned, and gone")
 
     def _settle(self, done: Callable[[], bool], what: str) -> None:
         """Let everything run its course until `done()`; it must come to that."""

@@ -16,14 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 
 from common.proto.entresol.v1 import control_pb2, control_pb2_grpc
+from common.status import Status
 from common.wire import CONNECT_DATA
 from doca_shims.api import Connection, ConnectionState, QueueLimits, ShimError
 from doca_shims.registry import create_fabric
 from dpu_app import report
 from dpu_app.control_client import ControlClient
+from host_agent.client import Client
+from host_agent.config import NamespaceSettings
 
 WAIT_S = 30.0
 MODULE = (sys.executable, "-W", "error", "-m", "dpu_app.cli")
@@ -190,6 +194,33 @@ def test_flash_that_is_not_ours_fails_alone_and_stays_as_it_is(
     assert "did not write" in application.command("regions", "format", "bad", "--yes", expect=2)
     assert application.stop() == 0
     assert (directory / "bad.flash").read_bytes() == foreign
+
+
+def test_a_region_keeps_the_slots_it_was_formatted_with(
+    make_application: Callable[..., Application],
+) -> None:
+    """Its window must be cut into frames of the region's slot size, whatever the configuration says by now."""
+    application = make_application(region_values("r1"))
+    application.wait_for_state("r1", "serving")
+    assert application.stop() == 0
+    size = 64 << 10
+    values = json.loads(application.config.read_text())
+    values["regions"][0]["slot"] = "16KiB"
+    application.config.write_text(json.dumps(values))
+    application.start()
+    application.wait_for_state("r1", "serving")
+    keys = [bytes([number]) * 16 for number in range(8)]
+    with Client([application.address()], tenant="demo", verify=False) as client:
+        namespace = client.namespace(NamespaceSettings().record("demo"))
+        pool = client.allocate(len(keys) * size)
+        pool.array()[:] = np.repeat(np.arange(1, 9, dtype=np.uint8), size)
+        expected = bytes(pool.view)
+        stored = client.store(namespace, keys, pool.blocks(range(8), size))
+        assert [result.status for result in stored] == [Status.OK] * 8
+        pool.array()[:] = 0
+        loaded = client.retrieve(namespace, keys, pool.blocks(range(8), size))
+        assert [result.status for result in loaded] == [Status.OK] * 8
+        assert bytes(pool.view) == expected
 
 
 def test_workers_die_with_a_killed_application_and_the_next_one_serves(

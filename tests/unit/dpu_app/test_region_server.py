@@ -18,6 +18,7 @@ from common import wire
 from common.status import Status
 from common.wire import CONNECT_DATA, Op, StatId
 from doca_shims.api import Completion, ConnectionState, Opcode, RecvRequest, SendRequest, ShimError, WcStatus
+from dpu_app.flash.anonymous_memory import AnonymousMemory
 from dpu_app.peer import Peer
 from dpu_app.region_server import RegionFacts, RegionServer
 from dpu_app.worker_channel import ChannelClosedError, Message

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import numpy as np
@@ -11,7 +12,9 @@ from hypothesis import strategies as st
 
 from common import wire
 from common.status import BlockState, Status
-from common.wire import Flags, Op, StatId
+from common.wire import EntryFlags, Flags, Op, StatId
+from dpu_app.regions import catalogue
+from dpu_app.regions.batch import Batch
 from tests.unit.dpu_app.regions.engine_world import SLOT_BYTES, World, key, statuses
 
 FOUR = [key(i) for i in range(4)]
@@ -76,6 +79,41 @@ def test_an_expired_block_that_a_batch_names_twice_is_a_miss_each_time(op: Op, c
     assert world.engine.slots_accounted() == world.slots
 
 
+@pytest.mark.parametrize("again", [True, False])
+def test_a_deleted_block_does_not_come_back_from_an_earlier_slot(again: bool) -> None:
+    """The block was evicted by a store that then failed: its old slot still has its bytes and, on flash, its entry."""
+    world = World(slots=128, frames=16)
+    keys = [key(number) for number in range(world.slots)]
+    for start in range(0, len(keys), 4):
+        world.store(keys[start : start + 4], flags=Flags.UNTIL_FLASH)
+    evicted = [keys[100], keys[0]]  # in this order, in two pages of the slot table
+    for start in range(0, len(keys), 8):
+        touched = [name for name in keys[start : start + 8] if name not in evicted]
+        world.ask(Op.TOUCH, world.key_entries(touched))
+    world.ask(Op.TOUCH, world.key_entries([keys[0]]))
+    bad = world.block_entries([key(5000), key(5001)], SLOT_BYTES, flags=int(EntryFlags.HAS_CHECKSUM))
+    assert statuses(world.ask(Op.STORE, bad)) == [Status.CHECKSUM] * 2
+    if again:
+        assert world.store(evicted[:1], flags=Flags.UNTIL_FLASH) == [Status.OK]
+    expected = Status.OK if again else Status.MISS
+    assert statuses(world.ask(Op.DELETE, world.key_entries(evicted[:1]))) == [expected]
+    world.restart(clean=False)
+    assert world.lookup(evicted[:1]) == [Status.MISS]
+
+
+def test_many_blocks_that_expire_at_once_are_cleared_away_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalogue, "EXPIRE_MAX", 8, raising=False)
+    world = World(frames=16)
+    for start in range(0, 40, 8):
+        world.store([key(number) for number in range(start, start + 8)], 700, ttl_s=60)
+    world.clock.now_ns += 61_000_000_000
+    expired = []
+    for _ in range(7):
+        world.pass_ms(150)
+        expired.append(world.engine.stats()[StatId.EXPIRED])
+    assert expired == [8, 16, 24, 32, 40, 40, 40]
+
+
 def test_pins_keep_touch_renews() -> None:
     world = World(slots=64, frames=16)
     keys = [key(i) for i in range(world.slots)]
@@ -127,6 +165,23 @@ def test_stat_answers_every_counter() -> None:
     values = {int(row["stat_id"]): int(row["value"]) for row in answer.entries}
     assert set(values) == {int(stat) for stat in StatId}
     assert (values[StatId.SLOTS_USED], values[StatId.STORE_BYTES]) == (4, 4 * SLOT_BYTES)
+
+
+def test_answered_requests_are_not_kept_behind_one_that_stays_open() -> None:
+    def batches() -> int:
+        gc.collect()
+        return sum(isinstance(thing, Batch) for thing in gc.get_objects())
+
+    world = World()
+    before = batches()
+    world.hold_fabric = True
+    world.submit(Op.STORE, world.block_entries(FOUR, SLOT_BYTES), deadline_us=1_000_000)
+    for _ in range(2000):
+        world.submit(Op.LOOKUP, world.key_entries(FOUR), deadline_us=60_000_000)
+        world.engine.next_wakeup_ns()
+    assert batches() - before < 600
+    world.pass_ms(1001)
+    assert statuses(world.answer(1)) == [Status.DEADLINE] * 4
 
 
 def test_a_request_id_in_use_is_refused() -> None:

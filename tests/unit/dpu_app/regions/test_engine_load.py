@@ -137,7 +137,7 @@ def test_a_wrong_rkey_breaks_the_connection_and_frees_the_frames() -> None:
 
 def test_loads_wait_for_frames_and_are_answered_at_their_deadline() -> None:
     keys = [key(i) for i in range(8)]
-    world = cold_world(keys, frames=4)
+    world = cold_world(keys, frames=4, settings=EngineSettings(leases_fraction=1.0))
     leased = world.ask(Op.LEASE, world.key_entries(keys[:4], argument=20_000))
     assert statuses(leased) == [Status.OK] * 4
     request = world.submit(Op.RETRIEVE, world.block_entries(keys[4:], 0), deadline_us=50_000)
@@ -231,6 +231,22 @@ def test_a_lease_grants_one_frame_and_ends_by_time() -> None:
     assert not world.leases.granted
     assert world.engine.stats()[StatId.LEASES] == 0
     assert statuses(world.ask(Op.DELETE, world.key_entries(FOUR[:1]))) == [Status.OK]
+
+
+def test_leases_leave_frames_for_others() -> None:
+    keys = [key(i) for i in range(8)]
+    world = cold_world(keys)
+    granted = statuses(world.ask(Op.LEASE, world.key_entries(keys, argument=20_000)))
+    assert sorted(granted) == [Status.OK] * 4 + [Status.BUSY] * 4
+    assert statuses(world.ask(Op.LEASE, world.key_entries([keys[granted.index(Status.OK)]]))) == [Status.OK]
+    world.engine.open_session(2, "u", {1: b"n" * 16})
+    world.engine.connected(2, 2, window_lkey=6)
+    cold = [name for name, status in zip(keys, granted) if status is Status.BUSY]
+    assert statuses(world.ask(Op.RETRIEVE, world.block_entries(cold, 0), connection_id=2)) == [Status.OK] * 4
+    assert world.store([key(100)]) == [Status.OK]
+    world.pass_ms(20_000)
+    assert world.engine.stats()[StatId.LEASES] == world.engine.stats()[StatId.FRAMES_BUSY] == 0
+    assert statuses(world.ask(Op.LEASE, world.key_entries(cold))) == [Status.OK] * 4
 
 
 def test_a_lease_is_released_once_and_only_by_its_holder() -> None:

@@ -256,6 +256,23 @@ def test_scan_sees_every_block_of_its_namespaces_once() -> None:
     assert index.scan(0, 10, set())[0].tolist() == []
 
 
+def test_a_scan_for_rare_blocks_is_bounded_and_goes_on() -> None:
+    index = SlotIndex(4 * index_module.SCAN_SLOTS_MAX + 5, seed=2)
+    namespace = index.namespace_id(b"n" * 16)
+    index.flags[:-1] = USED
+    index.namespace[:-1] = namespace + 1
+    index.flags[-1] = USED
+    index.namespace[-1] = namespace
+    cursors: list[int] = []
+    found: list[int] = []
+    while not cursors or cursors[-1]:
+        slots, cursor = index.scan(cursors[-1] if cursors else 0, 10, {namespace})
+        found += slots.tolist()
+        cursors.append(cursor)
+    assert cursors == [*(index_module.SCAN_SLOTS_MAX * n for n in range(1, 5)), 0]
+    assert found == [index.slots - 1]
+
+
 def test_memory_per_slot_at_ten_million_is_at_most_64_bytes() -> None:
     """Arrays are sized, not touched: this takes no memory to speak of. `measure` weighs a real one."""
     slots = 10_000_000

@@ -16,6 +16,7 @@ from common.errors import LowerLayerError, UserError
 from doca_shims.api import FlashOp, FlashRequest
 from dpu_app.flash.anonymous_memory import AnonymousMemory
 from dpu_app.regions import index as index_module
+from dpu_app.regions import native_load
 from dpu_app.regions.eviction import POLICIES
 from dpu_app.regions.index import FREE
 from dpu_app.regions.measure import capacity_of
@@ -33,6 +34,15 @@ from tests.unit.dpu_app.regions.memory_flash import MemoryFlash, blank_flash
 NOW_S = 1_800_000_000
 SLOT_BYTES = 4096
 Key = tuple[int, int, bytes]
+
+
+@pytest.fixture(autouse=True, params=["native", "numpy"])
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways of loading the table hold everything here."""
+    if request.param == "numpy":
+        monkeypatch.setattr(native_load, "LIBRARY", None)
+    elif native_load.LIBRARY is None:
+        pytest.skip("the native table load was not built: no compiler or no Python headers")
 
 
 class Rig:

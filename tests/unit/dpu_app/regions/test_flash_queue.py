@@ -1,0 +1,67 @@
+"""The queue in front of flash: who goes first, and that nobody waits for ever."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from doca_shims.api import FlashCaps, FlashCompletion, FlashOp, FlashRequest
+from dpu_app.regions.flash_queue import FlashJob, FlashQueue, Priority
+
+BLOCK = 4096
+
+
+class Device:
+    """A flash queue whose device completes the oldest request, one at a time."""
+
+    def __init__(self, depth: int, max_io_bytes: int = 1 << 20) -> None:
+        self.queue = FlashQueue(FlashCaps(1 << 30, 512, max_io_bytes, depth, True, "test"))
+        self.at_device: list[FlashRequest] = []
+        self.done: Counter[Priority] = Counter()
+
+    def add(self, op: FlashOp, priority: Priority, length_bytes: int = BLOCK) -> None:
+        def done(error: int) -> None:
+            assert error == 0
+            self.done[priority] += 1
+
+        self.queue.add(FlashJob(op, priority, 0, 0, length_bytes, done))
+
+    def step(self) -> None:
+        self.at_device += self.queue.pump()
+        request = self.at_device.pop(0)
+        self.queue.complete([FlashCompletion(request.tag, request.length_bytes)])
+
+
+@pytest.mark.parametrize("depth", [2, 8, 64])
+@pytest.mark.parametrize("waiting", [Priority.TABLE, Priority.DATA])
+def test_reads_without_end_do_not_keep_writes_waiting(depth: int, waiting: Priority) -> None:
+    """A delete, a store until flash and a drain wait for them; their deadlines are not the reads' to spend."""
+    device = Device(depth)
+    for _ in range(2 * depth):
+        device.add(FlashOp.READ, Priority.DEMAND)
+    device.add(FlashOp.WRITE, waiting)
+    for _ in range(3 * depth):
+        device.add(FlashOp.READ, Priority.DEMAND)
+        device.step()
+    assert device.done[waiting] == 1
+    assert device.done[Priority.DEMAND] >= 2 * depth
+
+
+def test_reads_have_the_whole_device_when_nothing_else_waits() -> None:
+    device = Device(8)
+    for _ in range(20):
+        device.add(FlashOp.READ, Priority.DEMAND)
+    assert len(device.queue.pump()) == 8
+
+
+@pytest.mark.parametrize("depth", [1, 2, 8])
+def test_all_kinds_end_at_every_depth(depth: int) -> None:
+    device = Device(depth, max_io_bytes=BLOCK)
+    kinds = ((FlashOp.READ, Priority.DEMAND), (FlashOp.WRITE, Priority.TABLE), (FlashOp.WRITE, Priority.DATA))
+    for _ in range(10):
+        for op, priority in (*kinds, (FlashOp.READ, Priority.PREFETCH), (FlashOp.DISCARD, Priority.DISCARD)):
+            device.add(op, priority, 3 * BLOCK)
+    while not device.queue.idle:
+        device.step()
+    assert set(device.done.values()) == {10}
