@@ -107,7 +107,8 @@ def config_check(config_file: Path, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(config.to_plain(settings), indent=2))
     else:
-        click.echo(f"{config_file}: sound, {len(settings.regions)} regions")
+        regions = len(settings.regions)
+        click.echo(f"{config_file}: sound, {regions} region{'' if regions == 1 else 's'}")
 
 
 @main.command("version")

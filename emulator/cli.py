@@ -234,7 +234,7 @@ def show_version() -> None:
 def config_check(file: Path) -> None:
     """Say whether FILE is a usable configuration of the emulator, or every mistake in it."""
     config.load_file(file, PodSettings)
-    click.echo(f"{file}: good")
+    click.echo(f"{file}: sound")
 
 
 def _demo_with_progress(pod: Pod, settings: DemoSettings, records: Sequence[TraceRecord], notes: Console) -> DemoReport:
