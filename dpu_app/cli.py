@@ -20,9 +20,11 @@ import click
 from common import config, log, units
 from common.errors import EntresolError, UserError
 from common.proto.entresol.v1 import control_pb2
+from doca_shims.registry import backends
 from dpu_app import report
 from dpu_app.config import DpuConfig
 from dpu_app.control_client import ControlClient, find_address
+from dpu_app.flash.open import AUTO
 from dpu_app.supervisor import Supervisor, version
 
 CALL_TIMEOUT_S = 10.0
@@ -60,15 +62,31 @@ class _Commands(click.Group):
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(version(), message="%(version)s")
 def main() -> None:
     """The Entresol DPU application: KV regions on flash, served to agents by RDMA."""
+
+
+def _load(config_file: Path) -> DpuConfig:
+    """The file, with backends that are installed here. Raises UserError."""
+    settings = config.load_file(config_file, DpuConfig)
+    named = [("fabric.name", "fabric", settings.fabric.name)]
+    for index, region in enumerate(settings.regions):
+        if region.flash.driver != AUTO:
+            named.append((f"regions[{index}].flash.driver", "flash", region.flash.driver))
+    for key, kind, name in named:
+        installed = backends(kind)
+        if name not in installed:
+            listed = ", ".join(installed) or "none"
+            raise UserError(f"{config_file}: {key}: no {kind} backend {name!r} is installed; there are: {listed}")
+    return settings
 
 
 @main.command()
 @click.option("--config", "config_file", type=click.Path(path_type=Path), required=True, help="Configuration (YAML).")
 def run(config_file: Path) -> None:
     """Serve until SIGTERM, then drain and close."""
-    settings = config.load_file(config_file, DpuConfig)
+    settings = _load(config_file)
     log.configure(settings.log)
     os.umask(PRIVATE_UMASK)
 
@@ -85,11 +103,12 @@ def run(config_file: Path) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print every setting, defaults included.")
 def config_check(config_file: Path, as_json: bool) -> None:
     """Check a configuration file, and say what is wrong in it by line and key."""
-    settings = config.load_file(config_file, DpuConfig)
+    settings = _load(config_file)
     if as_json:
         click.echo(json.dumps(config.to_plain(settings), indent=2))
     else:
-        click.echo(f"{config_file}: sound, {len(settings.regions)} regions")
+        regions = len(settings.regions)
+        click.echo(f"{config_file}: sound, {regions} region{'' if regions == 1 else 's'}")
 
 
 @main.command("version")

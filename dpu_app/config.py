@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import ipaddress
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,10 +18,12 @@ from common import config
 from common.config import Between, DurationS, FieldError, SizeBytes
 from common.errors import UserError
 from common.log import LogSettings
+from dpu_app.regions.eviction import POLICIES as EVICTION_POLICIES
 
 BLOCK_BYTES = 4096
 SLOT_BYTES_MAX = 1 << 30
 FRAMES_MIN = 4
+ADMISSION_POLICIES = ("all", "second_request")
 UNIX_PATH_BYTES_MAX = 107
 """`sun_path` of a Unix socket, without its terminating zero."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
@@ -33,6 +35,11 @@ Fraction = Annotated[float, Between(0.0, 1.0)]
 def _require_name(field_name: str, name: str) -> None:
     if not _NAME.fullmatch(name):
         raise FieldError(field_name, f"{name!r} is no name: use up to 63 letters, digits, '.', '_' and '-'")
+
+
+def _require_known(field_name: str, name: str, known: Collection[str]) -> None:
+    if name not in known:
+        raise FieldError(field_name, f"{name!r} is none of {', '.join(known)}")
 
 
 def _require_placeholders(field_name: str, text: str, known: tuple[str, ...]) -> None:
@@ -63,6 +70,9 @@ class AdmissionSettings:
     keys: Annotated[int, Between(1024, None)] = 1 << 20
     """How many keys are remembered."""
     window_s: DurationS = 3600.0
+
+    def __post_init__(self) -> None:
+        _require_known("policy", self.policy, ADMISSION_POLICIES)
 
 
 @dataclass(frozen=True)
@@ -102,10 +112,11 @@ class RegionSettings:
 
     def __post_init__(self) -> None:
         _require_name("name", self.name)
+        _require_known("eviction", self.eviction, EVICTION_POLICIES)
         if self.slot_bytes % BLOCK_BYTES:
             raise FieldError("slot_bytes", f"{self.slot_bytes} bytes is not a multiple of {BLOCK_BYTES}")
         if self.window_bytes < FRAMES_MIN * self.slot_bytes:
-            raise FieldError("window_bytes", f"must hold at least {FRAMES_MIN} frames of slot_bytes")
+            raise FieldError("window_bytes", f"must hold at least {FRAMES_MIN} frames of `slot`")
         if self.capacity_bytes is not None and (self.capacity_bytes % BLOCK_BYTES or not self.capacity_bytes):
             raise FieldError("capacity_bytes", f"must be a multiple of {BLOCK_BYTES} bytes, and not 0")
         if self.page_bytes < BLOCK_BYTES or self.page_bytes & (self.page_bytes - 1):
@@ -189,6 +200,8 @@ class DpuConfig:
     def _check_listen(self) -> None:
         address = self.listen_address()
         if address.startswith("unix:"):
+            if not self.listen.startswith(("unix:/", "unix:{state_dir}")):
+                raise FieldError("listen", f"{self.listen!r} is relative: write unix:{{state_dir}}/... or unix:/...")
             if len(address.removeprefix("unix:").encode()) > UNIX_PATH_BYTES_MAX:
                 raise FieldError("listen", f"the socket's path is longer than {UNIX_PATH_BYTES_MAX} bytes")
             return

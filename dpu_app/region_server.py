@@ -286,7 +286,9 @@ class RegionServer:
         self._engine.disconnected(connection_id)
         del self._peers[connection_id]
         if reason:
-            _LOG.info("connection closed", extra={"peer": peer.name, "session": peer.session_id, "reason": reason})
+            _LOG.info(
+                "connection closed", extra={"peer": peer.name, "session": f"{peer.session_id:016x}", "reason": reason}
+            )
             self._tell("connection_lost", session_id=peer.session_id, reason=reason)
 
     # ---------------------------------------------------------------- the supervisor's channel

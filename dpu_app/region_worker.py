@@ -389,7 +389,7 @@ class RegionWorker:
         self._hooks.changed(self)
 
     def _about(self) -> dict[str, object]:
-        return {"region": self.name, "worker_pid": self.pid}
+        return {"region": self.name, **({"worker_pid": self.pid} if self.pid else {})}
 
 
 def _describe(grant: NamespaceGrant) -> Message:

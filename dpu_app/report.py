@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -13,14 +12,15 @@ from rich.table import Table
 from common import units
 from common.proto.entresol.v1 import control_pb2
 
-PIPE_WIDTH = 240
+LINE_WIDTH = 240
 STATE_PREFIX = "REGION_STATE_"
 _STATE_STYLES = {"serving": "green", "draining": "yellow", "starting": "yellow", "restarting": "red", "failed": "red"}
 
 
 def console() -> Console:
-    """Standard output; into a file or pipe, lines are as long as they need to be."""
-    return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, soft_wrap=True)
+    """Standard output. Lines are as long as they need to be: cells that are folded to a terminal's width cannot be read
+    or copied."""
+    return Console(width=LINE_WIDTH, soft_wrap=True)
 
 
 def state_name(region: control_pb2.Region) -> str:
@@ -95,16 +95,15 @@ def print_status(console: Console, status: control_pb2.GetStatusResponse) -> Non
         f"DPU [bold]{status.dpu.name}[/bold] {status.dpu.version}, pid {status.pid}, up {uptime}"
         + (", draining" if status.draining else "")
     )
-    table = _table(
-        "region", "state", "uuid", ">slot", ">slots", ">capacity", ">generation", ">used", ">hits/loads", "worker"
-    )
+    table = _table("region", "state", ">slot", ">slots", ">used", ">capacity", ">hits/loads", "worker")
     for item in status.regions:
         stats = dict(item.stats)
         loads = stats.get("RETRIEVES", 0)
         misses = stats.get("RETRIEVE_MISSES", 0)
         used = str(stats.get("SLOTS_USED", "?"))
         worker = f"{item.worker_pid or 'none'}" + (f", {item.worker_restarts} restarts" if item.worker_restarts else "")
-        table.add_row(*_region_cells(item.region), used, f"{loads - misses}/{loads}", worker)
+        name, state, _uuid, slot, slots, capacity, _generation = _region_cells(item.region)
+        table.add_row(name, state, slot, slots, used, capacity, f"{loads - misses}/{loads}", worker)
     console.print(table)
     _print_messages(console, [item.region for item in status.regions])
     if status.sessions:
@@ -123,7 +122,7 @@ def print_status(console: Console, status: control_pb2.GetStatusResponse) -> Non
         console.print("no sessions")
 
 
-def _region_cells(region: control_pb2.Region) -> Iterable[str]:
+def _region_cells(region: control_pb2.Region) -> tuple[str, ...]:
     state = state_name(region)
     style = _STATE_STYLES.get(state, "")
     return (

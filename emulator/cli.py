@@ -31,6 +31,7 @@ from emulator.pod_settings import FABRICS, PodSettings, default_run_dir
 from emulator.trace import TraceRecord
 from host_agent.bench import BenchSettings
 from host_agent.bench_report import print_bench
+from host_agent.session import client_version
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -60,12 +61,13 @@ class _Group(click.Group):
             click.echo(f"entresol-emu: {error}", err=True)
             ctx.exit(error.exit_code)
         except config.FieldError as error:  # of settings that options made, not a file
-            click.echo(f"entresol-emu: {error.field}: {error}", err=True)
+            option = error.field.removesuffix("_bytes").replace("_", "-")
+            click.echo(f"entresol-emu: --{option}: {error}", err=True)
             ctx.exit(UserError.exit_code)
 
 
-@click.group(cls=_Group)
-@click.version_option(package_name="entresol")
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(client_version(), message="%(version)s")
 def main() -> None:
     """A pod of emulated DPUs on this machine: real processes, real bytes, no hardware."""
 
@@ -123,7 +125,7 @@ def settings_from(config_path: Path | None, options: dict[str, Any], **defaults:
 def up(config_path: Path | None, as_json: bool, **options: Any) -> None:
     """Start a pod and return once every region serves. It runs until 'entresol-emu down'."""
     settings = settings_from(config_path, options)
-    with _ended_by_sigterm():
+    with _ended_by_signals():
         pod = Pod.up(settings, lambda text: click.echo(text, err=True))
     _print(pod_report(pod), as_json)
 
@@ -176,7 +178,7 @@ def demo(ctx: click.Context, /, config_path: Path | None, keep: bool, as_json: b
     settings = DemoSettings.of(settings_from(config_path, options), **replay)
     records = settings.records()
     notes = Console(stderr=True)
-    with _ended_by_sigterm(), contextlib.ExitStack() as stack:
+    with _ended_by_signals(), contextlib.ExitStack() as stack:
         notes.print(f"starting {settings.pod.dpus} DPUs with {settings.pod.regions} region workers each ...")
         pod = Pod.up(settings.pod, lambda text: notes.print(text))
         if not keep:
@@ -209,7 +211,7 @@ def bench(
     if rounds:
         measured = dataclasses.replace(measured, rounds=rounds)
     notes = Console(stderr=True)
-    with _ended_by_sigterm(), notes.status("starting") as line:
+    with _ended_by_signals(), notes.status("starting") as line:
         results = compare(settings, measured, fabrics, line.update)
     if as_json:
         _print_json(results)
@@ -221,12 +223,18 @@ def bench(
         ctx.exit(1)
 
 
+@main.command("version")
+def show_version() -> None:
+    """Print the version."""
+    click.echo(client_version())
+
+
 @main.command("config-check")
 @click.argument("file", type=click.Path(path_type=Path))
 def config_check(file: Path) -> None:
     """Say whether FILE is a usable configuration of the emulator, or every mistake in it."""
     config.load_file(file, PodSettings)
-    click.echo(f"{file}: good")
+    click.echo(f"{file}: sound")
 
 
 def _demo_with_progress(pod: Pod, settings: DemoSettings, records: Sequence[TraceRecord], notes: Console) -> DemoReport:
@@ -266,17 +274,20 @@ def _command(name: str) -> str:
 
 
 @contextlib.contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM unwinds like Ctrl-C, so that the pod goes down with the command."""
+def _ended_by_signals() -> Iterator[None]:
+    """SIGTERM, and SIGHUP of a terminal that is closed, unwind like Ctrl-C, so that the pod goes down with the
+    command. What is ignored, as under nohup, stays ignored."""
 
     def unwind(_number: int, _frame: object) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, unwind)
+    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, unwind) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _print(report: dict[str, Any], as_json: bool) -> None:

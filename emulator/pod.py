@@ -205,14 +205,16 @@ def _check_flash_dir(settings: PodSettings) -> None:
     probe = directory / f".probe-{os.getpid()}"
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        os.close(os.open(probe, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT | os.O_CLOEXEC, 0o600))
+        try:
+            os.close(os.open(probe, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT | os.O_CLOEXEC, 0o600))
+        finally:
+            with contextlib.suppress(OSError):  # where there is none because it could not be made
+                probe.unlink()
     except OSError as error:
         if error.errno == errno.EINVAL:
             text = f"{directory} is on a file system without O_DIRECT (tmpfs?); give a directory on a disk: --flash-dir"
             raise UserError(text) from error
         raise UserError(f"{directory} cannot be used for flash files: {error.strerror}") from error
-    finally:
-        probe.unlink(missing_ok=True)
     needed = settings.dpus * settings.regions * settings.capacity_bytes
     free = shutil.disk_usage(directory).free
     if needed > free:

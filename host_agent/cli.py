@@ -28,6 +28,7 @@ from host_agent.cli_options import (
     Where,
     configured_namespace,
     connected,
+    counted,
     finish,
     json_option,
     keys_option,
@@ -36,6 +37,7 @@ from host_agent.cli_options import (
     read_manifest,
     require_place,
     selection,
+    unreachable_dpus,
     whole_seconds,
     write_manifest,
 )
@@ -61,6 +63,7 @@ _STATS_SHOWN = (
 )
 @click.option("--dpu", "dpus", multiple=True, envvar="ENTRESOL_DPU", help="A DPU's gRPC address; repeat it for more.")
 @click.option("--tenant", envvar="ENTRESOL_TENANT", help="As whom; default: the configuration's, or 'default'.")
+@click.version_option(client_version(), message="%(version)s")
 @click.pass_context
 def main(ctx: click.Context, config_file: Path | None, dpus: tuple[str, ...], tenant: str | None) -> None:
     """Entresol's host agent: keep KV blocks in the pod's flash, and get them back."""
@@ -72,7 +75,13 @@ def main(ctx: click.Context, config_file: Path | None, dpus: tuple[str, ...], te
 @click.option("--generate", "generate_blocks", type=click.IntRange(1), help="Instead of a file: so many random blocks.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of generated blocks.")
 @click.option("--block", "block_bytes", type=SIZE, help="Block size; default: the namespace's.")
-@click.option("--until", type=click.Choice(["staged", "flash"]), default="staged", show_default=True)
+@click.option(
+    "--until",
+    type=click.Choice(["staged", "flash"]),
+    default="staged",
+    show_default=True,
+    help="Wait until blocks are in DPU memory, or on flash.",
+)
 @click.option("--ttl", "ttl_s", type=DURATION, default="0", help="Let blocks expire; default: the region's.")
 @click.option("-m", "--manifest", "manifest_file", type=click.Path(path_type=Path), help="Write the manifest here.")
 @json_option
@@ -221,7 +230,7 @@ def prefetch(
 @json_option
 @click.pass_obj
 def list_blocks(where: Where, manifest_file: Path | None, as_json: bool) -> None:
-    """List the blocks of the configured namespace, or of a MANIFEST's."""
+    """List the blocks of the configured namespace, or of a MANIFEST's: with --json, one object a line."""
     with connected(where) as client:
         if manifest_file is None:
             namespace = configured_namespace(client)
@@ -249,7 +258,7 @@ def list_blocks(where: Where, manifest_file: Path | None, as_json: bool) -> None
                     f"{values['key']}  {size:>9}  {values['state']:<16}  {block.age_s:>6} s  {block.region}  {pinned}"
                 )
     if not as_json:
-        click.echo(f"{count} blocks", err=True)
+        click.echo(counted(count, "block"), err=True)
 
 
 @main.command()
@@ -270,9 +279,7 @@ def stat(where: Where, as_json: bool) -> None:
             }
             for region in client.regions
         ]
-        unreachable = {
-            session.address: str(session.error) for session in client.core.sessions if session.error is not None
-        }
+        unreachable = unreachable_dpus(client)
     if as_json:
         click.echo(json.dumps({"regions": regions, "unreachable": unreachable}))
         return
@@ -288,8 +295,6 @@ def stat(where: Where, as_json: bool) -> None:
     widths = [max(len(row[column]) for row in [headings, *rows]) for column in range(len(headings))]
     for row in [headings, *rows]:
         click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
-    for address, reason in unreachable.items():
-        click.echo(f"{address}: {reason}", err=True)
 
 
 @main.command("config-check")
@@ -301,7 +306,7 @@ def config_check(config_file: Path, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(config.to_plain(settings), indent=2))
         return
-    click.echo(f"{config_file}: sound, {len(settings.dpus)} DPUs, tenant {settings.tenant}")
+    click.echo(f"{config_file}: sound, {counted(len(settings.dpus), 'DPU')}, tenant {settings.tenant}")
     unknown = settings.namespace.record(settings.tenant).unknown_fields()
     if unknown:
         click.echo(f"not known about the namespace, and so matching only the same: {', '.join(unknown)}")

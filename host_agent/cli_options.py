@@ -97,10 +97,17 @@ manifest_argument = click.argument("manifest_file", required=False, type=click.P
 
 @contextmanager
 def connected(where: Where) -> Iterator[Client]:
+    """A client of the DPUs that answer. Who does not is told: its blocks are neither listed nor found."""
     settings = where.settings()
     log.configure(settings.log)
     with Client(settings) as client:
+        for address, reason in unreachable_dpus(client).items():
+            click.echo(f"entresol-agent: goes on without {address}: {reason}", err=True)
         yield client
+
+
+def unreachable_dpus(client: Client) -> dict[str, str]:
+    return {session.address: str(session.error) for session in client.core.sessions if session.error is not None}
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -153,19 +160,23 @@ def configured_namespace(client: Client) -> Namespace:
     return client.namespace(settings.namespace.record(settings.tenant), settings.namespace.block_bytes)
 
 
-def _counted(counts: Counter[Status] | dict[Status, int]) -> dict[str, int]:
+def counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _by_name(counts: Counter[Status] | dict[Status, int]) -> dict[str, int]:
     return {status.name.lower(): count for status, count in sorted(counts.items())}
 
 
 def finish(values: dict[str, Any], counts: Counter[Status] | dict[Status, int], as_json: bool, verb: str) -> None:
     """Print what became of the blocks, and exit 1 unless all are well."""
     values["blocks"] = sum(counts.values())
-    values["statuses"] = _counted(counts)
+    values["statuses"] = _by_name(counts)
     if as_json:
         click.echo(json.dumps(values))
     else:
         listed = ", ".join(f"{count} {name}" for name, count in values["statuses"].items())
-        click.echo(f"{values['blocks']} blocks {verb}: {listed or 'none'}", err=True)
+        click.echo(f"{counted(values['blocks'], 'block')} {verb}: {listed or 'none'}", err=True)
     if not all(status.success for status in counts):
         sys.exit(SOME_FAILED)
 

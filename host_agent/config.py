@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -117,5 +118,16 @@ class AgentSettings:
 
 
 def load(path: str | Path) -> AgentSettings:
-    """Raises ConfigError, which names file, line and key."""
-    return config.load_file(path, AgentSettings)
+    """Relative paths in it, those of `dpus` too, start at the file's directory. Raises UserError, which names file,
+    line and key."""
+    settings = config.load_file(path, AgentSettings)
+    directory = Path(path).parent.resolve()
+    try:
+        return dataclasses.replace(settings, dpus=tuple(_absolute(address, directory) for address in settings.dpus))
+    except FieldError as error:
+        raise UserError(f"{path}: {error.field}: {error}") from error
+
+
+def _absolute(address: str, directory: Path) -> str:
+    socket = address.removeprefix("unix:")
+    return address if socket == address else f"unix:{os.path.normpath(directory / socket)}"

@@ -16,6 +16,7 @@ import pytest
 
 from emulator.pod import Pod
 from emulator.pod_settings import PodSettings
+from host_agent import config
 
 if TYPE_CHECKING:
     from tests.system.conftest import Place
@@ -146,6 +147,17 @@ def test_mistakes_are_told_plainly(agent: Agent, tmp_path: Path) -> None:
         assert done.returncode == code, (arguments, done.stderr)
         assert text in done.stderr
         assert "Traceback" not in done.stderr
+
+
+def test_a_dpu_that_does_not_answer_is_told_and_left_out(agent: Agent) -> None:
+    settings = config.load(agent.config)
+    assert agent("put", "--generate", "1", "--block", "4KiB").stderr == "1 block stored: 1 ok\n"
+    known = ["--dpu", settings.dpus[0], "--dpu", "unix:/nonexistent"]
+    listed = agent(*known, "list", "--json")
+    assert listed.returncode == 0
+    assert listed.stderr.startswith("entresol-agent: goes on without unix:/nonexistent: ")
+    stat = agent(*known, "stat", "--json")
+    assert list(json.loads(stat.stdout)["unreachable"]) == ["unix:/nonexistent"]
 
 
 def test_no_pod() -> None:

@@ -101,14 +101,15 @@ def test_a_dead_dpu_shows_and_the_rest_goes_down(place: Place) -> None:
 
 
 def test_a_pod_that_cannot_serve_says_why_and_leaves_nothing(place: Place) -> None:
-    up = place.emu("up", *SMALL, "--eviction", "random", *place.options)
+    up = place.emu("up", *SMALL, "--flash-driver", "random", *place.options)
     assert up.returncode == 3
     assert "random" in up.stderr
     assert "Traceback" not in up.stderr
     assert place.left() == []
 
 
-def test_sigterm_during_up_leaves_nothing(place: Place) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_during_up_leaves_nothing(place: Place, number: signal.Signals) -> None:
     command = [sys.executable, "-m", "emulator.cli", "up", *SMALL, *place.options]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         mark = None
@@ -117,7 +118,7 @@ def test_sigterm_during_up_leaves_nothing(place: Place) -> None:
                 mark = Pod.find(place.run_dir).state.mark
             except EntresolError:  # not written yet
                 wait_for_end([process.pid], 0.02)
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(number)
         assert process.wait(timeout=60) != 0
     assert mark is not None
     assert marked_processes(mark) == []
@@ -133,6 +134,8 @@ def test_mistakes_are_told_with_file_line_and_key(place: Place, tmp_path: Path) 
         assert f"{file}:2: regoins" in done.stderr
     file.write_text("dpus: 1\nregions: 1\ncapacity: 16MiB\nwindow: 4MiB\n")
     assert place.emu("config-check", str(file)).returncode == 0
-    assert place.emu("up", "--slot", "5KiB", *place.options).returncode == 2
     assert place.emu("up", "--slot", "lots", *place.options).returncode == 2
+    assert "--slot: 5120 bytes is not" in place.emu("up", "--slot", "5KiB", *place.options).stderr
+    assert place.emu("--version").stdout == place.emu("version").stdout
+    assert "none of s3fifo" in place.emu("up", "--eviction", "random", *place.options).stderr
     assert place.left() == []

@@ -42,6 +42,19 @@ def test_run_refuses_a_bad_file_with_the_same_words(tmp_path: Path) -> None:
     assert f"{file}:1: state_dir: is missing" in err
 
 
+@pytest.mark.parametrize("command", [("config-check",), ("run", "--config")])
+def test_a_backend_that_is_not_installed_is_told_before_anything_runs(command: tuple[str, ...], tmp_path: Path) -> None:
+    file = tmp_path / "dpu.yaml"
+    for change, words in (
+        (("name: emu-shm", "name: emu-nix"), "fabric.name: no fabric backend 'emu-nix' is installed; there are: "),
+        (("slot: 2MiB", "slot: 2MiB\n    flash: {driver: nix}"), "regions[0].flash.driver: no flash backend 'nix'"),
+    ):
+        file.write_text(EXAMPLE.read_text().replace(*change))
+        code, out, err = run(*command, str(file))
+        assert (code, out) == (2, "")
+        assert words in err
+
+
 @pytest.mark.parametrize("command", [("status",), ("drain",), ("regions", "list"), ("regions", "delete", "r", "--yes")])
 def test_commands_say_when_no_dpu_is_named_or_none_is_there(command: tuple[str, ...], tmp_path: Path) -> None:
     code, _, err = run(*command)
@@ -74,3 +87,4 @@ def test_version_is_that_of_the_distribution() -> None:
     code, out, _ = run("version")
     assert code == 0
     assert out.count(".") == 2
+    assert run("--version") == (0, out, "")

@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 from common import config
-from dpu_app.config import DpuConfig, RegionSettings, WorkerConfig, region_from_text, worker_config
+from dpu_app.config import (
+    ADMISSION_POLICIES,
+    DpuConfig,
+    RegionSettings,
+    WorkerConfig,
+    region_from_text,
+    worker_config,
+)
+from dpu_app.regions import admission
 
 EXAMPLE = Path(__file__).parents[3] / "configs/dpu.yaml"
 BASE = """\
@@ -50,6 +58,14 @@ def test_the_example_is_sound_and_says_the_defaults() -> None:
         (("state_dir: /s", "state_dir: /s\nlisten: '127.0.0.1:99999'"), 3, "listen", "neither"),
         (("state_dir: /s", f"state_dir: /{'s' * 99}"), 1, "listen", "longer than 107 bytes"),
         (("state_dir: /s", "state_dir: /s\nlisten: 'unix:{home}/x'"), 3, "listen", "{home}"),
+        (("state_dir: /s", "state_dir: /s\nlisten: 'unix:x.sock'"), 3, "listen", "is relative"),
+        (("slot: 64KiB\n", "slot: 64KiB\n    eviction: random\n"), 8, "regions[0].eviction", "none of s3fifo, lru"),
+        (
+            ("slot: 64KiB\n", "slot: 64KiB\n    admission: {policy: none}\n"),
+            8,
+            "regions[0].admission.policy",
+            "none of all, second_request",
+        ),
         (("{region}", "{regoin}"), 3, "fabric.listen", "{regoin}"),
         (("name: dpu0", "name: 'dpu 0'"), 1, "name", "'dpu 0' is no name"),
         (("name: r1", "name: r0"), 4, "regions", "two have the name 'r0'"),
@@ -107,3 +123,8 @@ def test_settings_of_a_call_are_text_as_in_the_file() -> None:
     )
     assert (region.slot_bytes, region.credits, region.flash.preallocate) == (65536, 7, True)
     assert region.flash.options == {"depth": "x:1"}
+
+
+def test_policies_that_the_file_may_name_are_those_there_are() -> None:
+    for name in ADMISSION_POLICIES:
+        admission.create(name)

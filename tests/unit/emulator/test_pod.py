@@ -120,6 +120,14 @@ def test_up_wants_room_for_its_flash(tmp_path: Path) -> None:
     assert list(settings.flash_dir.iterdir()) == []
 
 
+def test_up_says_that_no_file_can_be_made_where_flash_should_be(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    settings = PodSettings(**{**vars(_settings(tmp_path)), "flash_dir": tmp_path / "file" / "flash"})
+    with pytest.raises(UserError, match="cannot be used for flash files: Not a directory"):
+        Pod.up(settings)
+    assert not settings.run_dir.exists()
+
+
 def test_up_cleans_what_a_dead_pod_left_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = _settings(tmp_path)
     state = _left_behind(settings, "00" * 16, pid=os.getpid())
