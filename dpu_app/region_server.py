@@ -254,25 +254,26 @@ class RegionServer:
         self._unsettled.add(connection_id)
 
     def _poll_peer(self, connection_id: int) -> None:
-        """Take what has come, once."""
+        """Take what has come, and look once more, which nearly always finds nothing and settles it."""
         peer = self._peers.get(connection_id)
         if peer is None:
             return
-        try:
-            capsules, work, more = peer.poll()
-        except ShimError as error:
-            self._drop(connection_id, str(error))
-            return
-        if not more:
-            self._unsettled.discard(connection_id)
-            if peer.lost:
-                self._drop(connection_id, "the agent is gone")
-            return
+        for _ in range(2):
+            try:
+                capsules, work, more = peer.poll()
+            except ShimError as error:
+                self._drop(connection_id, str(error))
+                return
+            if not more:
+                self._unsettled.discard(connection_id)
+                if peer.lost:
+                    self._drop(connection_id, "the agent is gone")
+                return
+            if work:
+                self._engine.on_fabric(connection_id, work)
+            for capsule in capsules:
+                self._engine.receive(connection_id, capsule)
         self._unsettled.add(connection_id)
-        if work:
-            self._engine.on_fabric(connection_id, work)
-        for capsule in capsules:
-            self._engine.receive(connection_id, capsule)
 
     def _drop(self, connection_id: int, reason: str = "") -> None:
         peer = self._peers.get(connection_id)

@@ -63,6 +63,7 @@ class Calls:
     ) -> Call[BlockResults]:
         verify = self._core.settings.verify if verify is None else verify
         flags = int(EntryFlags.HAS_CHECKSUM) if verify else 0
+        ttl_s = _u32(ttl_s, "a block's time to live in seconds")
         wire_flags = Flags.UNTIL_FLASH if until_flash else Flags.NONE
         key, spans = single.only_key(keys), self._core.memories.resolve(memory)
         place = single.only_span(spans) if key is not None else None
@@ -118,6 +119,7 @@ class Calls:
                 dispatch.submit_one(self._core, operation, link, entry, grants, Flags.NONE)
             return _retrieve_call(operation, spans, verify)
         pairs = _checked(keys, spans)
+        offset = _offsets(offset, len(pairs))
         whole_bytes = slot_class.slot_bytes if whole else 0
         operation = self._core.operation(Op.RETRIEVE, len(pairs), timeout_s)
         sendable = _refuse(operation, batch.refusals(spans, offset, destination=True, whole_bytes=whole_bytes))
@@ -131,12 +133,14 @@ class Calls:
     ) -> Call[BlockResults]:
         if memory is None:
             pairs = batch.key_pairs(keys)
+            offset = _offsets(offset, len(pairs))
             entries = batch.block_entries(pairs, None, 0, _wire_offset(offset), 0, EntryFlags.NONE)
             operation = self._core.operation(Op.PREFETCH, len(pairs), timeout_s)
             self._submit(operation, namespace, pairs, entries, None, None, Flags.NONE)
         else:
             spans = self._core.memories.resolve(memory)
             pairs = _checked(keys, spans)
+            offset = _offsets(offset, len(pairs))
             entries = batch.block_entries(pairs, spans, spans.block_bytes, _wire_offset(offset), 0, EntryFlags.NONE)
             operation = self._core.operation(Op.PREFETCH, len(pairs), timeout_s)
             sendable = _refuse(operation, batch.refusals(spans, offset, destination=True))
@@ -176,6 +180,7 @@ class Calls:
     def _start_keys(
         self, op: Op, namespace: Namespace, keys: Keys, argument: int, timeout_s: float | None
     ) -> tuple[Operation, list[dispatch.Share]]:
+        argument = _u32(argument, "a time in ms for LEASE, in seconds for PIN,") if argument else 0
         key = single.only_key(keys)
         if key is not None:
             operation = self._core.operation(op, 1, timeout_s)
@@ -197,6 +202,25 @@ def _refuse(operation: Operation, statuses: npt.NDArray[np.uint8]) -> npt.NDArra
         return None
     operation.answers["status"][failed] = statuses[failed]
     return np.flatnonzero(~failed)
+
+
+def _u32(value: int, what: str) -> int:
+    """Raises UserError for what the wire cannot carry."""
+    if not isinstance(value, (int, np.integer)) or not 0 <= value <= 0xFFFFFFFF:
+        raise UserError(f"{what} is a whole number from 0 to 2**32 - 1, not {value!r}")
+    return int(value)
+
+
+def _offsets(offset: npt.ArrayLike, count: int) -> npt.ArrayLike:
+    """Raises UserError for what is neither one whole number nor one for each block."""
+    if isinstance(offset, int):
+        return offset
+    offsets = np.asarray(offset)
+    if offsets.dtype.kind not in "iu" and offsets.size:
+        raise UserError(f"offsets are whole numbers of 64 bits, not {offsets.dtype}")
+    if offsets.shape not in ((), (count,)):
+        raise UserError(f"offsets of shape {offsets.shape} for {count} blocks: give one, or one for each")
+    return offsets
 
 
 def _wire_offset(offset: npt.ArrayLike) -> npt.ArrayLike:

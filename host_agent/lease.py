@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -21,12 +21,14 @@ from common.wire import Op
 from doca_shims.api import Opcode, SendRequest, Sge
 from host_agent.core import AgentCore
 from host_agent.dispatch import Share
-from host_agent.link import SEND_SGES_MAX, RegionLink
+from host_agent.link import SEND_QUEUE_READS, SEND_SGES_MAX, RegionLink
 from host_agent.memory import Spans
 from host_agent.operation import Operation, Request
 from host_agent.registration import Grants
 from host_agent.results import BlockResults
 
+_Post: TypeAlias = tuple[RegionLink, Request, list[SendRequest], Grants]
+"""The READs of one block, and where they go."""
 _USABLE_SHARE: Final = 0.9
 """Of a lease's time, counted from before it was asked for: no READ begins after that."""
 
@@ -81,13 +83,12 @@ class Lease:
         if len(spans) != len(chosen):
             raise UserError(f"{len(chosen)} leased blocks, but memory for {len(spans)}")
         operation = self._core.operation(Op.RETRIEVE, len(chosen), timeout_s)
-        posts: list[tuple[RegionLink, Request, list[SendRequest], Grants]] = []
+        posts: list[_Post] = []
         for place, index in enumerate(chosen):
             self._prepare(operation, spans, place, index, posts)
-        operation.pending.update(request for _link, request, _reads, _grants in posts)
-        for link, request, reads, grants in posts:
-            link.read(request, reads, grants)
-        self._core.progress.wait(operation)
+        while posts:
+            posts = self._post(operation, posts)
+            self._core.progress.wait(operation)
         for place, index in enumerate(chosen):
             if operation.answers["status"][place] == Status.OK:
                 self._finish(operation.answers, spans, place, index, verify)
@@ -138,7 +139,7 @@ class Lease:
         spans: Spans,
         place: int,
         index: int,
-        posts: list[tuple[RegionLink, Request, list[SendRequest], Grants]],
+        posts: list[_Post],
     ) -> None:
         """Add the READs of one block to `posts`, or its status to the answers."""
         answer, link, grants = self._answers[index], self._links[index], self._grants[index]
@@ -157,6 +158,28 @@ class Lease:
         request = Request(operation, operation.answers[:0], slice(place, place + 1))
         request.deadline_ns = min(request.deadline_ns, int(self._usable_until_ns[index]))
         posts.append((link, request, reads, grants))
+
+    def _post(self, operation: Operation, posts: list[_Post]) -> list[_Post]:
+        """Post as many as the connections' send queues take at once; the others, for the next time. What it is too
+        late for is answered."""
+        taken: dict[RegionLink, int] = {}
+        ready: list[_Post] = []
+        later: list[_Post] = []
+        now_ns = self._core.clock.monotonic_ns()
+        for post in posts:
+            link, request, reads, _grants = post
+            if now_ns >= request.deadline_ns:
+                late = now_ns >= operation.deadline_ns
+                operation.answers["status"][request.positions] = Status.DEADLINE if late else Status.MISS
+            elif link in taken and taken[link] + len(reads) > SEND_QUEUE_READS:
+                later.append(post)
+            else:
+                taken[link] = taken.get(link, 0) + len(reads)
+                ready.append(post)
+        operation.pending.update(request for _link, request, _reads, _grants in ready)
+        for link, request, reads, grants in ready:
+            link.read(request, reads, grants)
+        return later
 
     def _finish(self, answers: wire.Entries, spans: Spans, place: int, index: int, verify: bool) -> None:
         whole = int(self._answers["length"][index])

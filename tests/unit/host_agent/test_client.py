@@ -154,6 +154,30 @@ def test_empty_batches_and_mismatched_arguments(make_dpu: MakeDpu, make_client: 
         client.lookup(namespace, KEYS, timeout_s=0)
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_numbers_that_the_wire_cannot_carry_are_misuse(make_dpu: MakeDpu, make_client: MakeClient, count: int) -> None:
+    client = make_client(make_dpu())
+    namespace = client.namespace(record())
+    keys, places = KEYS[:count], client.allocate(count * BLOCK).blocks(range(count), BLOCK)
+    bad_offset: Any
+    ttl_s: Any
+    for ttl_s in (-1, 1 << 32, 1.5):
+        with pytest.raises(UserError, match="whole number"):
+            client.store(namespace, keys, places, ttl_s=ttl_s)
+        with pytest.raises(UserError, match="whole number"):
+            client.pin(namespace, keys, ttl_s=ttl_s)
+    for seconds in (-1.0, 1e9):
+        with pytest.raises(UserError, match="whole number"):
+            client.lease(namespace, keys, duration_s=seconds)
+    for bad_offset in ([0] * (count + 1), 1.5, [1 << 65] * count):
+        with pytest.raises(UserError, match="offsets"):
+            client.retrieve(namespace, keys, places, offset=bad_offset)
+        with pytest.raises(UserError, match="offsets"):
+            client.prefetch(namespace, keys, offset=bad_offset)
+    assert _names(client.retrieve(namespace, keys, places, offset=1 << 65)) == {"BAD_RANGE"}
+    assert _names(client.retrieve(namespace, keys, places, offset=np.int32(0))) == {"MISS"}
+
+
 def test_batches_larger_than_capsule_and_credits(make_dpu: MakeDpu, make_client: MakeClient) -> None:
     dpu = make_dpu(regions=2, credits=2)
     client = make_client(dpu)
