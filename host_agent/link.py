@@ -17,6 +17,7 @@ from typing import Protocol
 
 from common import wire
 from common.status import Status
+from common.wire import Op
 from doca_shims.api import (
     Clock,
     Completion,
@@ -41,6 +42,11 @@ _SEND, _RECV = Opcode.SEND, Opcode.RECV
 _SIGNALED, _SILENT = SendFlags.SIGNALED, SendFlags.NONE
 _READY, _SUCCESS = ConnectionState.READY, WcStatus.SUCCESS
 """Members looked up once: on the way of every capsule, an enumeration's attribute costs more than a global."""
+_YIELDING = frozenset((Op.STORE, Op.PREFETCH))
+"""Operations that give way to all others, and leave them some of the credits: however many stores and hints are under
+way, a load is sent at once, and so is a CANCEL."""
+_KEPT_SHARE = 4
+"""One credit in so many, and at least one, is never theirs."""
 _READ_ID = 1 << 40
 """wr_ids from here are one-sided READs; below they are capsule places."""
 SEND_QUEUE_READS = 64
@@ -81,7 +87,10 @@ class RegionLink:
         """By request id: the request and its send place."""
         self._reads: dict[int, Request] = {}
         self._queue: deque[Request] = deque()
+        self._yielding: deque[Request] = deque()
+        """Likewise waiting for credits, those of _YIELDING."""
         self._send_places: list[int] = []
+        self._kept_places = 0
         self._unsignalled = 0
         self._broken = ""
 
@@ -97,6 +106,8 @@ class RegionLink:
             self._connection = connection
             self._buffers = buffers
             self._send_places = list(range(min(credits_count, buffers.count)))
+            places = len(self._send_places)
+            self._kept_places = max(1, places // _KEPT_SHARE) if places > 1 else 0
             self._unsignalled = 0
             self._broken = ""
             self.down_reason = ""
@@ -114,7 +125,8 @@ class RegionLink:
                 for request in requests:
                     request.operation.settle_as(request, Status.DISCONNECTED)
                 return
-            self._queue.extend(requests)
+            for request in requests:
+                (self._yielding if request.op in _YIELDING else self._queue).append(request)
             self._pump()
             if self._broken:
                 self._end(self._broken)
@@ -162,9 +174,7 @@ class RegionLink:
         """The caller's deadline has come. What was not sent is dropped; where an answer is overdue the connection is
         destroyed, so that nothing can land any more, and only then is the request answered DEADLINE."""
         with self._lock:
-            for request in [request for request in self._queue if request.operation is operation]:
-                self._queue.remove(request)
-                request.operation.settle_as(request, Status.DEADLINE)
+            self._settle_queued(operation, Status.DEADLINE)
             while self._drive():
                 pass
             overdue = any(request.operation is operation for request, _place in self._in_flight.values())
@@ -174,9 +184,7 @@ class RegionLink:
     def withdraw(self, operation: Operation) -> list[int]:
         """Answer CANCELLED what was not sent yet; the request ids of what was, and has no answer."""
         with self._lock:
-            for request in [request for request in self._queue if request.operation is operation]:
-                self._queue.remove(request)
-                request.operation.settle_as(request, Status.CANCELLED)
+            self._settle_queued(operation, Status.CANCELLED)
             flying = self._in_flight.items()
             return [request_id for request_id, (request, _place) in flying if request.operation is operation]
 
@@ -187,14 +195,25 @@ class RegionLink:
 
     # ------------------------------------------------------------------------------------ under the lock
 
+    def _settle_queued(self, operation: Operation, status: Status) -> None:
+        for queue in (self._queue, self._yielding):
+            for request in [request for request in queue if request.operation is operation]:
+                queue.remove(request)
+                request.operation.settle_as(request, status)
+
     def _pump(self) -> None:
         connection, buffers = self._connection, self._buffers
-        if connection is None or buffers is None or not self._queue or not self._send_places:
+        if connection is None or buffers is None or not self._send_places:
             return
         now_ns = self._clock.monotonic_ns()
         sends: list[SendRequest] = []
-        while self._queue and self._send_places:
-            request = self._queue.popleft()
+        while self._send_places:
+            if self._queue:
+                request = self._queue.popleft()
+            elif self._yielding and len(self._send_places) > self._kept_places:
+                request = self._yielding.popleft()
+            else:
+                break
             left_us = (request.deadline_ns - now_ns) * _DPU_SHARE_PERCENT // 100_000
             if left_us <= 0:
                 request.operation.settle_as(request, Status.DEADLINE)
@@ -242,7 +261,7 @@ class RegionLink:
         except ShimError as error:
             self._broken = self._broken or f"the connection failed: {error}"
             completions = []
-        if self._queue and not self._broken:
+        if (self._queue or self._yielding) and not self._broken:
             self._pump()
         if self._broken:
             self._end(self._broken)
@@ -301,10 +320,11 @@ class RegionLink:
         now_ns = self._clock.monotonic_ns()
         orphans = [request for request, _place in self._in_flight.values()]
         orphans.extend(self._reads.values())
-        orphans.extend(self._queue)
+        orphans.extend((*self._queue, *self._yielding))
         self._in_flight.clear()
         self._reads.clear()
         self._queue.clear()
+        self._yielding.clear()
         for request in orphans:
             late = request.deadline_ns <= now_ns
             request.operation.settle_as(request, Status.DEADLINE if late else Status.DISCONNECTED)

@@ -101,7 +101,14 @@ class RegionEngine:
 
     def add_namespace(self, session_id: int, handle: int, digest: bytes) -> None:
         session = self._sessions[session_id]
-        namespace_id = self._context.catalogue.index.namespace_id(digest)
+        index = self._context.catalogue.index
+        namespace_id = index.namespace_id(digest)
+        if namespace_id < 0:
+            opened = {number for session in self._sessions.values() for number in session.handles.values()}
+            returned = index.take_back_namespaces(opened)
+            for owned in self._tenants.values():
+                owned -= returned
+            namespace_id = index.namespace_id(digest)
         session.add_namespace(handle, namespace_id)
         if namespace_id >= 0:
             self._tenants.setdefault(session.tenant, set()).add(namespace_id)

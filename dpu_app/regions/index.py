@@ -55,6 +55,8 @@ class SlotIndex:
         """Sum of lengths per namespace id."""
         self.key_hash = KeyHash(slots, self, secrets.randbits(64) if seed is None else seed)
         self._namespace_ids: dict[bytes, int] = {}
+        self._namespaces_given = 0
+        self._returned_ids: list[int] = []
         self._digests = np.zeros((64, NAMESPACE_BYTES), np.uint8)
         self._used = 0
         self._free = slots
@@ -74,11 +76,12 @@ class SlotIndex:
     # ------------------------------------------------------------------------------------------- namespaces
 
     def namespace_id(self, digest: bytes) -> int:
-        """The id of a namespace digest, given out at the first call; -1 when all NAMESPACES_MAX are given out."""
+        """The id of a namespace digest, given out at the first call; -1 when all NAMESPACES_MAX are given out, and
+        `take_back_namespaces` may help."""
         known = self._namespace_ids.get(digest)
         if known is not None:
             return known
-        number = len(self._namespace_ids)
+        number = self._returned_ids[-1] if self._returned_ids else self._namespaces_given
         if len(digest) != NAMESPACE_BYTES:
             raise ValueError(f"a namespace digest is {NAMESPACE_BYTES} bytes, not {len(digest)}")
         if number >= NAMESPACES_MAX:
@@ -87,7 +90,24 @@ class SlotIndex:
             self._digests = np.concatenate((self._digests, np.zeros_like(self._digests)))
         self._digests[number] = np.frombuffer(digest, np.uint8)
         self._namespace_ids[digest] = number
+        if self._returned_ids:
+            self._returned_ids.pop()
+        else:
+            self._namespaces_given += 1
         return number
+
+    def take_back_namespaces(self, in_use: set[int]) -> set[int]:
+        """The ids of namespaces without a block, but for those `in_use`: they name nothing from now on, and are given
+        out again."""
+        unused = {
+            digest: number
+            for digest, number in self._namespace_ids.items()
+            if number not in in_use and not self.namespace_bytes[number]
+        }
+        for digest in unused:
+            del self._namespace_ids[digest]
+        self._returned_ids.extend(unused.values())
+        return set(unused.values())
 
     def find_namespace(self, digest: bytes) -> int:
         """The id of a digest that has one, else -1."""
@@ -95,7 +115,7 @@ class SlotIndex:
 
     def namespace_digest(self, namespace: int) -> bytes:
         """Raises KeyError for an id never given out."""
-        if not 0 <= namespace < len(self._namespace_ids):
+        if not 0 <= namespace < self._namespaces_given:
             raise KeyError(namespace)
         return bytes(self._digests[namespace])
 
@@ -168,7 +188,7 @@ class SlotIndex:
         inserted already, or of a namespace id never given out."""
         if self._flag_bytes[slot] != RESERVED:
             raise ValueError(f"slot {slot} cannot be inserted: it was not allocated, or is in use")
-        if not 0 <= namespace < len(self._namespace_ids):
+        if not 0 <= namespace < self._namespaces_given:
             raise ValueError(f"namespace id {namespace} was never given out")
         self._lo[slot] = key_lo
         self._hi[slot] = key_hi

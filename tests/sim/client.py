@@ -92,7 +92,7 @@ class Lease:
 
 
 class Client:
-    """One session and its connection. `wall_ns` is the wall clock, `now_step` the world's step."""
+    """One session and its connection. `now_ns` and `wall_ns` are the clocks, `now_step` the world's step."""
 
     def __init__(
         self,
@@ -102,6 +102,7 @@ class Client:
         truth: Truth,
         slot_bytes: int,
         source: random.Random,
+        now_ns: Callable[[], int],
         wall_ns: Callable[[], int],
         now_step: Callable[[], int],
     ) -> None:
@@ -111,6 +112,7 @@ class Client:
         self.truth = truth
         self.slot_bytes = slot_bytes
         self.random = source
+        self.now_ns = now_ns
         self.wall_ns = wall_ns
         self.now_step = now_step
         self.connection_id = 0
@@ -507,7 +509,8 @@ class Client:
             require(int(row["checksum"]) == block.checksum, "STORE: wrong checksum")
             block.sure = True
             alone = block.stores_open == 1
-            block.expires_wall_ns = self.wall_ns() + item.ttl_s * NS_PER_S if item.ttl_s and alone else 0
+            latest_ns = max(self.wall_ns(), request.arrived_wall_ns) + self.now_ns() - request.arrived_ns
+            block.expires_wall_ns = latest_ns + item.ttl_s * NS_PER_S if item.ttl_s and alone else 0
             block.expires_sent = block.stores_sent
             if request.arrived > block.excused_at:
                 block.excused = False

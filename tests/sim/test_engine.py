@@ -17,7 +17,7 @@ from tests.sim import mutations
 from tests.sim.run import failure_of, failures_in, trace_of
 
 SEEDS = int(os.environ.get("ENTRESOL_SIM_SEEDS", "2000"))
-TIME_LIMIT_S = 75.0
+TIME_LIMIT_S = 60.0
 """After so long no more seeds are started, unless their number was asked for."""
 SEEDS_MIN = 100
 CHUNK = 20

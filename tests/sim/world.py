@@ -157,6 +157,7 @@ class World:
             self.truth,
             self.scenario.slot_bytes,
             random.Random(self.random.getrandbits(32)),
+            self.clock.monotonic_ns,
             self.clock.wall_ns,
             lambda: self.step_number,
         )
@@ -249,8 +250,9 @@ class World:
         for client in self.clients:
             blocks = [block for digest in client.handles.values() for block in self.truth.of[digest]]
             blocks = self.random.sample(blocks, int(len(blocks) * self.scenario.prefill))
-            for start in range(0, len(blocks), 2):
-                client.store_now(blocks[start : start + 2])
+            count = max(1, min(8, int(self.scenario.frames * self.scenario.dirty_fraction)))
+            for start in range(0, len(blocks), count):
+                client.store_now(blocks[start : start + count])
                 self._deliver_all(client)
                 self._settle(partial(_answered_all, client), "storing")
 
@@ -272,6 +274,8 @@ class World:
             self._pass_time(self.random.choice((1_000, 50_000, 1_000_000, 20_000_000)))
         elif choice < 0.96:
             self._pass_time(self.random.choice((200_000_000, 1_100_000_000)))
+        elif choice < 0.962:
+            self._set_wall_clock()
         else:
             self._read_lease()
         if self.random.random() < self.scenario.reconnects:
@@ -343,6 +347,12 @@ class World:
             self.engine.tick()
             self._carry_out()
         self.clock.now_ns = target_ns
+
+    def _set_wall_clock(self) -> None:
+        """Somebody sets the clock by which blocks expire; what was to expire by it may do so at other times now."""
+        self.clock.wall_offset_ns += self.random.choice((-3, -1, 2)) * NS_PER_S
+        for block in self.truth.blocks.values():
+            block.expires_wall_ns = 0
 
     def _read_lease(self) -> None:
         """A one-sided READ under a lease: right bytes while it lasts, refused afterwards."""

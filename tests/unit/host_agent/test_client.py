@@ -359,6 +359,41 @@ def test_a_hint_goes_on_while_others_work_and_can_be_cancelled(make_dpu: MakeDpu
     assert hint.done
 
 
+@pytest.mark.parametrize("credits_count", [2, 8])
+def test_hints_and_stores_leave_room_for_loads_and_for_being_cancelled(
+    make_dpu: MakeDpu, make_client: MakeClient, credits_count: int
+) -> None:
+    """More of them are outstanding than a connection has credits, and the DPU takes its time."""
+    dpu = make_dpu(credits=credits_count)
+    client = make_client(dpu)
+    namespace = client.namespace(record())
+    source = _filled(client, 1)
+    region = dpu.regions[0]
+    region.blocks[KEYS[0]] = bytes(BLOCK)
+
+    def hold(scripted: ScriptedRegion, capsule: wire.Capsule) -> Any:
+        if capsule.op in (Op.PREFETCH, Op.STORE):
+            raise Silence
+        if capsule.op is Op.CANCEL:
+            peer = next(iter(scripted._peers.values()))
+            for _, held in scripted.held:
+                answers = np.zeros(len(held.entries), wire.RESULT)
+                answers["status"] = Status.CANCELLED
+                peer.respond(held, answers)
+            scripted.held.clear()
+        return None
+
+    region.script = hold
+    hints = [client.prefetch(namespace, KEYS[:5], timeout_s=60) for _ in range(credits_count)]
+    for _ in range(credits_count):
+        call = client.calls.start_store(namespace, KEYS[:1], source.blocks([0], BLOCK), False, 0, None, 60)
+        client.core.progress.watch(call.operation)
+    assert client.lookup(namespace, KEYS[:1], timeout_s=2).prefix_blocks == 1
+    assert client.retrieve(namespace, KEYS[:1], source.blocks([0], BLOCK), timeout_s=2).all_ok
+    assert region.outstanding_max <= credits_count
+    assert _names(hints[0].cancel()) == {"CANCELLED"}
+
+
 def test_a_hint_that_nobody_waits_for_ends_at_its_deadline(make_dpu: MakeDpu, make_client: MakeClient) -> None:
     dpu = make_dpu()
     client = make_client(dpu)

@@ -9,6 +9,7 @@ import xxhash
 from common import wire
 from common.status import BlockState, Status
 from common.wire import EntryFlags, Flags, Op, StatId
+from dpu_app.regions import index
 from dpu_app.regions.admission import SecondRequest
 from dpu_app.regions.context import EngineSettings
 from dpu_app.regions.quota import FixedQuotas
@@ -307,3 +308,21 @@ def test_a_large_region_serves_before_its_eviction_order_is_restored() -> None:
     world.pass_ms(200)
     world.settle()
     assert world.engine.slots_accounted() == world.slots
+
+
+def test_namespaces_that_came_and_went_do_not_use_the_region_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a salt for each user: more of them in a region's time than it has ids."""
+    monkeypatch.setattr(index, "NAMESPACES_MAX", 4)
+    world = World(quotas=FixedQuotas({"new": SLOT_BYTES}))
+    world.store(FOUR[:1])
+    for number in range(20):
+        world.engine.open_session(2, "old", {1: bytes([number]) * 16})
+        world.engine.connected(2, 2, window_lkey=6)
+        assert statuses(world.ask(Op.LOOKUP, world.key_entries(FOUR[:1]), connection_id=2)) == [Status.MISS]
+        world.engine.close_session(2)
+    assert world.lookup(FOUR[:1]) == [Status.OK]
+    for tenant in ("new", "old"):  # what one of them stores now is not counted to the other, whose id it was
+        world.engine.open_session(2, tenant, {1: tenant.encode().ljust(16)})
+        world.engine.connected(2, 2, window_lkey=6)
+        assert statuses(world.ask(Op.STORE, world.block_entries(FOUR[:1], SLOT_BYTES), connection_id=2)) == [Status.OK]
+        world.engine.close_session(2)
