@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import signal
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Final
+from typing import Any
 
 import click
 import numpy as np
@@ -156,9 +155,6 @@ class Replayer:
                 statuses[f"{operation} {status.name}"] += count
 
 
-INTERRUPTED: Final = 128 + signal.SIGINT
-
-
 @click.command()
 @click.option("--config", "config_path", type=click.Path(path_type=Path), required=True)
 @click.option("--name", required=True)
@@ -183,8 +179,6 @@ def main(
     except EntresolError as error:
         click.echo(f"{name}: {error}", err=True)
         raise SystemExit(error.exit_code) from error
-    except KeyboardInterrupt as error:  # of the whole terminal: the demo itself says so
-        raise SystemExit(INTERRUPTED) from error
 
 
 def _say(message: dict[str, Any]) -> None:
