@@ -28,6 +28,7 @@ from doca_shims.api import (
     ShimError,
 )
 from dpu_app.background_task import BackgroundTask
+from dpu_app.flash_errors import FlashErrorLog
 from dpu_app.peer import Peer
 from dpu_app.regions.engine import RegionEngine
 from dpu_app.worker_channel import ChannelClosedError, Message, WorkerEnd
@@ -86,6 +87,7 @@ class RegionServer:
         self._fabric = fabric
         self._listener = listener
         self._flash = flash
+        self._flash_errors = FlashErrorLog(facts.name)
         self._window = window
         self._channel = channel
         self._clock = clock
@@ -156,7 +158,9 @@ class RegionServer:
         if connection_id is not None:
             self._unsettled.add(connection_id)
         elif fd == self._flash.fileno():
-            self._engine.on_flash(self._flash.poll())
+            completions = self._flash.poll()
+            self._flash_errors.note(completions, self._clock.monotonic_ns())
+            self._engine.on_flash(completions)
         elif fd == self._listener.fileno():
             while (request := self._listener.accept()) is not None:
                 self._accept(request)

@@ -159,6 +159,7 @@ class _Node:
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for the demo, which ends its nodes
             env={**os.environ, MARK_VARIABLE: pod.state.mark},
         )
         self._buffer = b""
@@ -186,7 +187,9 @@ class _Node:
     def __enter__(self) -> _Node:
         return self
 
-    def __exit__(self, *_exception: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_exception: object) -> None:
+        if kind is not None:  # else it ends by itself, at the end of its input
+            self._process.terminate()
         with contextlib.suppress(BrokenPipeError):
             _pipe(self._process.stdin).close()
         try:

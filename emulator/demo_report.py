@@ -126,6 +126,7 @@ def print_demo(report: Mapping[str, Any], console: Console) -> None:
     """`DemoReport.as_dict` for people."""
     console.print(_summary_table(report))
     console.print(_operation_table(report))
+    console.print("A call is up to one batch of blocks of one request; GB/s is of one agent while in calls.")
     staged, cold = (report["counters"].get(name, 0) for name in ("RETRIEVE_STAGED", "RETRIEVE_COLD"))
     console.print(
         f"Staged or cold is what LOOKUP said just before; the regions served {staged:,} blocks from their windows and "
@@ -147,9 +148,10 @@ def print_demo(report: Mapping[str, Any], console: Console) -> None:
 def _summary_table(report: Mapping[str, Any]) -> Table:
     pieces = f", in {report['pieces']} pieces" if report["pieces"] > 1 else ""
     size = approximate_size(report["block_bytes"])
+    ranks = f" on one of {report['tp_size']} ranks" if report["tp_size"] > 1 else ""
     table = Table(
         title=f"{report['model']}, {report['kv_dtype']}; {report['fabric']}\n"
-        f"{report['block_tokens']} tokens a block: {size} on each of {report['tp_size']} ranks{pieces}",
+        f"{report['block_tokens']} tokens a block: {size}{ranks}{pieces}",
         show_header=False,
     )
     table.add_column()
@@ -168,7 +170,7 @@ def _summary_table(report: Mapping[str, Any]) -> Table:
 
 
 def _operation_table(report: Mapping[str, Any]) -> Table:
-    table = Table(caption="A call is up to one batch of blocks of one request; GB/s is of one agent while in calls.")
+    table = Table()
     table.add_column("")
     for heading in ("GB/s", "p50 ms", "p99 ms", "calls", "blocks", "moved"):
         table.add_column(heading, justify="right")

@@ -142,8 +142,9 @@ def test_an_interrupted_demo_leaves_nothing(place: Place, number: signal.Signals
         if number is signal.SIGKILL:
             process.wait(timeout=60)
             assert place.emu("down", "--run-dir", str(place.run_dir)).returncode == 0
-        process.communicate(timeout=60)
+        _, said = process.communicate(timeout=60)
     assert process.returncode != 0
+    assert b"Traceback" not in said, "nor does any node say how it was ended"
     assert marked_processes(mark) == []
     assert place.left() == []
 
