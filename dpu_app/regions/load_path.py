@@ -201,10 +201,9 @@ class LoadPath:
         batch.loads.clear()
 
     def started(self, batch: Batch, entry: int) -> bool:
-        """Flash is, or will at once be, reading this entry's block (so a late prefetch still ends up staged)."""
-        return any(
-            load.job is not None and any(w[0] is batch and w[1] == entry for w in load.waiters) for load in batch.loads
-        )
+        """Flash is reading this entry's block already, so that a late prefetch still ends up staged."""
+        reading = [load for load in batch.loads if load.job is not None and load.job.in_flight]
+        return any(waiter[0] is batch and waiter[1] == entry for load in reading for waiter in load.waiters)
 
     # ---------------------------------------------------------------- frame -> client memory
 

@@ -50,6 +50,7 @@ class StorePath:
         self._context = context
         self._incoming: dict[Key, Incoming] = {}
         self._reserved: dict[str, int] = {}  # tenant -> bytes of its incoming values
+        self._used: dict[str, int] = {}  # tenant -> bytes of its blocks, while one event is handled
         self._dirty_max = max(1, int(context.settings.dirty_fraction * context.window.layout.frames))
 
     @property
@@ -64,6 +65,7 @@ class StorePath:
     # ---------------------------------------------------------------- request
 
     def start(self, batch: Batch) -> None:
+        self._used.clear()
         context = self._context
         rows = batch.rows
         context.stats.add(StatId.STORES, len(rows))
@@ -115,17 +117,18 @@ class StorePath:
             self._refuse(batch, entry, refusal)
             return
         context = self._context
+        frame = context.window.take(-1, FrameState.FILLING)  # first: a slot may cost another block its place
+        if frame < 0:
+            self._refuse(batch, entry, Status.BUSY)
+            return
         slot = context.catalogue.allocate()
         if slot < 0:
+            context.window.drop(frame)
             self._refuse(
                 batch, entry, Status.BUSY if context.catalogue.in_motion or self._incoming else Status.NO_SPACE
             )
             return
-        frame = context.window.take(slot, FrameState.FILLING)
-        if frame < 0:
-            context.catalogue.give_back(slot)
-            self._refuse(batch, entry, Status.BUSY)
-            return
+        context.window.slot[frame] = slot
         ttl_s = batch.rows[entry][TTL_S] or context.settings.ttl_default_s
         incoming = Incoming(batch, entry, key, length, ttl_s, slot, frame)
         self._incoming[key] = incoming
@@ -144,13 +147,19 @@ class StorePath:
             return Status.BUSY
         tenant = batch.connection.session.tenant
         limit_bytes = context.quota.limit_bytes(tenant)
-        if limit_bytes and context.tenant_bytes(tenant) + self._reserved.get(tenant, 0) + length > limit_bytes:
+        if limit_bytes and self._used_bytes(tenant) + self._reserved.get(tenant, 0) + length > limit_bytes:
             return Status.QUOTA_EXCEEDED
         fingerprint = context.catalogue.index.fingerprint(key_lo, key_hi, namespace)
         if not context.admission.admit(fingerprint, context.clock.monotonic_ns() // NS_PER_S):
             context.stats.add(StatId.NOT_ADMITTED)
             return Status.NOT_ADMITTED
         return None
+
+    def _used_bytes(self, tenant: str) -> int:
+        """What the tenant's blocks take; summed up once for all entries of a capsule."""
+        if tenant not in self._used:
+            self._used[tenant] = self._context.tenant_bytes(tenant)
+        return self._used[tenant]
 
     def _refuse(self, batch: Batch, entry: int, status: Status) -> None:
         self._context.stats.add(StatId.STORE_REFUSED)
@@ -189,6 +198,7 @@ class StorePath:
         self._context.ready.add(batch.connection.connection_id)
 
     def _arrived(self, group: list[Incoming], ok: bool) -> None:
+        self._used.clear()
         for incoming in group:
             if not ok or incoming.batch.closed:
                 self._fail(incoming, Status.TRANSFER_ERROR)

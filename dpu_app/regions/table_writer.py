@@ -114,6 +114,8 @@ class TableWriter:
                 self._attempts[page] = attempts
                 self._due[page] = waiters + self._due.get(page, [])
                 return
+            if page not in self._due:
+                self._stale.add(page)  # what is on flash may name blocks that are gone
         else:
             self._stats.add(StatId.TABLE_WRITE_BYTES, TABLE_PAGE_BYTES)
             self._stats.add(StatId.FLASH_WRITE_BYTES, TABLE_PAGE_BYTES)
