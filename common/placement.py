@@ -145,7 +145,7 @@ def _negative_log(tops: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
     series += 1.0
     series *= s
     series *= -2.0
-    scaled: npt.NDArray[np.float64] = 52.0 - exponent
+    scaled: npt.NDArray[np.float64] = np.subtract(52.0, exponent)
     scaled *= _LN_2
     series += scaled
     return series

@@ -177,7 +177,8 @@ def _repeated(hashes: list[U64s]) -> U64s:
         return np.zeros(0, np.uint64)
     numbers = np.concatenate(hashes)
     numbers.sort()
-    return np.unique(numbers[1:][numbers[1:] == numbers[:-1]])
+    repeated: U64s = np.unique(numbers[1:][numbers[1:] == numbers[:-1]])
+    return repeated
 
 
 def _zero_bytes(words: U64s) -> U64s:

@@ -57,7 +57,7 @@ class SlotIndex:
         self._namespace_ids: dict[bytes, int] = {}
         self._namespaces_given = 0
         self._returned_ids: list[int] = []
-        self._digests = np.zeros((64, NAMESPACE_BYTES), np.uint8)
+        self._digests: npt.NDArray[np.uint8] = np.zeros((64, NAMESPACE_BYTES), np.uint8)
         self._used = 0
         self._free = slots
         self._open_groups = bytearray(b"\1" * -(-slots // _GROUP))
