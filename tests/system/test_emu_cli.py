@@ -111,7 +111,12 @@ def test_a_pod_that_cannot_serve_says_why_and_leaves_nothing(place: Place) -> No
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_during_up_leaves_nothing(place: Place, number: signal.Signals) -> None:
     command = [sys.executable, "-m", "emulator.cli", "up", *SMALL, *place.options]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # also where the tests run under nohup
+    ) as process:
         mark = None
         while mark is None and process.poll() is None:
             try:
