@@ -198,7 +198,7 @@ _key_command("touch", "touched", "Count a use of the blocks of a MANIFEST, or of
 @main.command()
 @manifest_argument
 @keys_option
-@click.option("--ttl", "ttl_s", type=DURATION, default="0", help="For how long; default: until unpinned.")
+@click.option("--ttl", "ttl_s", type=DURATION, default="0", help="For how long; default: five minutes.")
 @json_option
 @click.pass_obj
 def pin(where: Where, manifest_file: Path | None, key_texts: tuple[str, ...], ttl_s: float, as_json: bool) -> None:

@@ -152,7 +152,7 @@ class Client:
         return Lease(self.core, operation, shares, asked_ns)
 
     def pin(self, namespace: Namespace, keys: Keys, *, ttl_s: int = 0, timeout_s: float | None = None) -> BlockResults:
-        """Keep blocks from being evicted for `ttl_s` seconds (0: until unpinned)."""
+        """Keep blocks from being evicted for `ttl_s` seconds (0: five minutes), or until unpinned."""
         return self._wait(self.calls.start_keys(Op.PIN, namespace, keys, ttl_s, timeout_s))
 
     def unpin(self, namespace: Namespace, keys: Keys, *, timeout_s: float | None = None) -> BlockResults:

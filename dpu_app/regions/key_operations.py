@@ -21,6 +21,7 @@ from dpu_app.regions.sessions import Session
 
 LIST_MAX = 512
 PIN_DEFAULT_S = 300
+"""A pin always ends by itself: what is never unpinned would be lost to eviction for good."""
 _ARGUMENT = 3
 
 
