@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -33,22 +34,25 @@ def test_a_forked_child_keeps_no_connection_and_no_address_alive(harness: contra
     with Pair(harness, recvs=1) as pair:
         listener = pair.fabric.listen(harness.new_address())
         ours, childs = os.pipe()
+        started, start = os.pipe()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons dislike fork beside threads
             child = os.fork()
         if child == 0:
             os.close(childs)
+            os.write(start, b"1")  # what a forked child lets go of, it has let go of by now
             os.read(ours, 1)  # until the parent has seen enough
             os._exit(0)
         try:
+            assert select.select([started], [], [], 20)[0], "the child did not start"
             pair.a.connection.close()
             assert statuses(collect(pair.b.connection, 1)) == [WcStatus.WR_FLUSH_ERR]
             address = listener.address
             listener.close()
             pair.fabric.listen(address).close()
         finally:
-            os.close(childs)
-            os.close(ours)
+            for descriptor in (childs, ours, started, start):
+                os.close(descriptor)
             os.waitpid(child, 0)
 
 
