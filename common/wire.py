@@ -125,6 +125,8 @@ class StatId(IntEnum):
     SLOTS_FREE = 64
     SLOTS_IN_TRANSIT = 65
     """Of stores and discards under way; used + free + in transit is all slots, always."""
+    STALE_COMPLETIONS = 66
+    """Completions of flash for requests that were answered already, or never made: ignored."""
 
 
 def _layout(fields: list[tuple[str, str]], size: int) -> np.dtype[np.void]:

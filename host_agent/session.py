@@ -131,10 +131,6 @@ class DpuSession:
         self._thread.start()
 
     @property
-    def is_open(self) -> bool:
-        return self._open is not None
-
-    @property
     def fabric(self) -> Fabric | None:
         """A fabric that it uses."""
         with self._lock:

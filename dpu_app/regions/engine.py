@@ -146,9 +146,6 @@ class RegionEngine:
         self._leases.disconnected(connection)
         self.pump()
 
-    def session_ids(self) -> list[int]:
-        return list(self._sessions)
-
     def _tenant_bytes(self, tenant: str) -> int:
         totals = self._context.catalogue.index.namespace_bytes
         return sum(int(totals[namespace]) for namespace in self._tenants.get(tenant, ()))
@@ -300,6 +297,7 @@ class RegionEngine:
                 StatId.SESSIONS: len(self._sessions),
                 StatId.PENDING: sum(len(connection.batches) for connection in context.connections.values()),
                 StatId.REGION_GENERATION: catalogue.generation,
+                StatId.STALE_COMPLETIONS: context.queue.stale_completions,
             }
         )
         return values
