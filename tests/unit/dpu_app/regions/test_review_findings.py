@@ -27,7 +27,7 @@ def test_a_table_page_that_flash_refused_is_written_by_the_next_clean_stop() -> 
     keys = [key(number) for number in range(4)]
     world = World()
     assert set(world.store(keys, flags=Flags.UNTIL_FLASH)) == {Status.OK}
-    world.flash.plan = FaultPlan(eio_write=1.0)
+    world.flash.plan = FaultPlan(enospc=1.0)  # nothing is written
     assert statuses(world.ask(Op.DELETE, world.key_entries(keys[:1]))) == [Status.FLASH_ERROR]
     world.flash.plan = NO_FAULTS
     world.restart(clean=True)
