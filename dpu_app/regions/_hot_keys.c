@@ -160,7 +160,10 @@ static PyObject *py_hash_one(KeyTable *self, PyObject *const *arguments, Py_ssiz
 static PyObject *py_find_one(KeyTable *self, PyObject *const *arguments, Py_ssize_t count)
 {
     uint64_t n[3];
-    if (numbers(arguments, count, 3, n) < 0)
+    long namespace_id = count == 3 ? PyLong_AsLong(arguments[2]) : 0;
+    if (namespace_id < 0 && !PyErr_Occurred())
+        return PyLong_FromLong(NO_SLOT); /* one that was never given out */
+    if (PyErr_Occurred() || numbers(arguments, count, 3, n) < 0)
         return NULL;
     int64_t cell = cell_of(self, n[0], n[1], (uint16_t)n[2]);
     return PyLong_FromLongLong(cell < 0 ? NO_SLOT : (int64_t)cells_of(self)[cell]);

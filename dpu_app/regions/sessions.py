@@ -6,6 +6,7 @@ signalled completion. Owned and driven by the region engine.
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
@@ -30,19 +31,19 @@ class Session:
         self.tenant = tenant
         self.handles: dict[int, int] = {}
         self.connection: Connection | None = None
-        self._table: npt.NDArray[np.int64] = np.full(1, -1, np.int64)
+        self.table = array("q", [-1])
+        """Handle -> index namespace id, -1 where none is open: `handles` for whole batches."""
 
     def add_namespace(self, handle: int, namespace_id: int) -> None:
         self.handles[handle] = namespace_id
-        if handle >= len(self._table):
-            grown = np.full(max(handle + 1, 2 * len(self._table)), -1, np.int64)
-            grown[: len(self._table)] = self._table
-            self._table = grown
-        self._table[handle] = namespace_id
+        missing = handle + 1 - len(self.table)
+        if missing > 0:
+            self.table = self.table + array("q", [-1]) * max(missing, len(self.table))
+        self.table[handle] = namespace_id
 
     def namespace_ids(self, handles: npt.NDArray[np.uint32]) -> npt.NDArray[np.int64]:
         """Index namespace ids of a batch's handles; -1 for a handle this session has not opened."""
-        table = self._table
+        table = np.frombuffer(self.table, np.int64)
         wide = handles.astype(np.int64)
         inside = wide < len(table)
         if inside.all():

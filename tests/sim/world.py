@@ -501,9 +501,9 @@ class World:
             require(stats[stat] == 0, f"{stats[stat]} {stat.name} are left when nothing is going on")
         require(self.fabric.grants == 0, f"{self.fabric.grants} leases are still readable when none is granted")
         window = self.engine._context.window
-        left = [state.name for state in window.state if state not in (FrameState.FREE, FrameState.CLEAN)]
+        left = [FrameState(state).name for state in window.state if state not in (FrameState.FREE, FrameState.CLEAN)]
         require(not left, f"frames left over: {left}")
-        clean = sum(state is FrameState.CLEAN for state in window.state)
+        clean = sum(state == FrameState.CLEAN for state in window.state)
         require(window.free + clean == self.layout.frames, "frames lost")
         for client in self.clients:
             for lease in list(client.leases):
