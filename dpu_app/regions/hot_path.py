@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from dpu_app.regions.stats import Stats
     from dpu_app.regions.window import Window
 
+FRAME_BYTES = 4
+"""Of a packed frame number."""
 LIBRARY: Any = native.load("dpu_app.regions._hot_path")
 """None where it was not built or is switched off."""
 
