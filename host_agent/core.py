@@ -18,6 +18,7 @@ from common.status import Status
 from common.wire import Op
 from doca_shims.api import Clock, ShimError
 from host_agent.buffers import Buffer
+from host_agent.busy_poll import BusyPolling
 from host_agent.config import AgentSettings
 from host_agent.memory import MemoryTable, RegisteredMemory, registered_buffer
 from host_agent.namespace import Namespace
@@ -52,7 +53,7 @@ class AgentCore:
     def __init__(self, settings: AgentSettings, clock: Clock) -> None:
         self.settings = settings
         self.clock = clock
-        self.progress = Progress(clock)
+        self.progress = Progress(clock, BusyPolling(settings.busy_poll_s))
         self.memories = MemoryTable()
         self._fabrics = Fabrics()
         self._records: dict[bytes, bytes] = {}

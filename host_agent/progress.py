@@ -1,7 +1,7 @@
 """Who waits for the fabric: the calling threads themselves, one at a time, without a polling thread.
 
-A thread that waits for its operation leads if nobody does: it sleeps in epoll over every link's descriptor and handles
-what arrives for all. The others follow, asleep, until their operation completes or the lead is free. A background
+A thread that waits for its operation leads if nobody does: it sleeps in epoll over every link's descriptor, after it
+has looked for a short time (`host_agent.busy_poll`), and handles what arrives for all. The others follow, asleep, until their operation completes or the lead is free. A background
 thread exists only from the first asynchronous operation on, and leads only while one is outstanding and no caller
 waits. Deadlines are kept here: an operation that is not answered in time ends as `RegionLink.expire` says.
 """
@@ -14,18 +14,21 @@ import select
 import threading
 
 from doca_shims.api import Clock
+from host_agent.busy_poll import BusyPolling
 from host_agent.link import RegionLink
 from host_agent.operation import Operation
 
 log = logging.getLogger(__name__)
 _CLOSE_TIMEOUT_S = 5.0
+_yield = os.sched_yield
 
 
 class Progress:
     """One for each client. Closed after all links are."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, busy: BusyPolling) -> None:
         self._clock = clock
+        self._busy = busy
         self._epoll = select.epoll()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._wake_fd, select.EPOLLIN)
@@ -122,10 +125,34 @@ class Progress:
                 self._settle_links()
                 if not pending:
                     return
-            left_s = (operation.deadline_ns - self._clock.monotonic_ns()) / 1e9
-            if left_s <= 0:
+            now_ns = self._clock.monotonic_ns()
+            if now_ns >= operation.deadline_ns:
                 return
-            self._sleep(left_s)
+            looking = self._busy.due(operation) if not self._followers else None
+            if looking is not None:
+                found = self._look(operation, now_ns)
+                looking.told(found)
+                if found:
+                    continue
+            self._sleep((operation.deadline_ns - self._clock.monotonic_ns()) / 1e9)
+
+    def _look(self, operation: Operation, now_ns: int) -> bool:
+        """Look for answers to `operation` until one came, or the time for it is over. Whether one came. Others that
+        wait, and so want the interpreter, end it: the one lock that all threads share is free in epoll only."""
+        pending, clock = operation.pending, self._clock.monotonic_ns
+        until_ns = min(now_ns + self._busy.limit_ns, operation.deadline_ns)
+        links = list({request.link for request in list(pending)})
+        awaited = len(pending)
+        while not self._followers:
+            for link in links:
+                if link is not None and link.drive():
+                    self._unsettled.add(link)
+            if len(pending) < awaited:
+                return True
+            if clock() >= until_ns:
+                return False
+            _yield()  # the interpreter's lock, and the core to whoever else is to run on it
+        return False
 
     def _settle_links(self) -> None:
         """Poll again what gave something last time: a connection promises to wake us only once polled empty. Done
