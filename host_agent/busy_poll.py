@@ -30,7 +30,7 @@ class BusyPolling:
         if not self.limit_ns:
             return None
         # Operations of one kind and about one size take about as long.
-        key = operation.op << 32 | len(operation.answers).bit_length()
+        key = operation.op << 32 | operation.count.bit_length()
         kind = self._kinds.get(key)
         if kind is None:
             kind = self._kinds[key] = _Kind()

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 
-from common import wire
 from common.status import Status
 from common.wire import Op
 from host_agent.busy_poll import PAUSE_MAX, BusyPolling
@@ -41,7 +39,7 @@ class Link:
         self.driven = 0
         self.request: Request | None = None
 
-    def drive(self) -> bool:
+    def drive(self, arm: bool = True) -> bool:
         self.driven += 1
         if self.request is None or self.driven != self.answers_at:
             return False
@@ -70,9 +68,8 @@ class Waiting:
 
     def wait(self, answers_at: int, timeout_s: float = 1.0) -> tuple[Status, Link]:
         link: Any = Link(answers_at)
-        answers = np.zeros(1, wire.RESULT)
-        operation = Operation(Op.LOOKUP, answers, self.clock.now_ns + int(timeout_s * 1e9))
-        link.request = Request(operation, np.zeros(1, wire.KEY_ENTRY), slice(None))
+        operation = Operation(Op.LOOKUP, bytearray(8), self.clock.now_ns + int(timeout_s * 1e9))
+        link.request = Request(operation, bytes(24), 1, 0)
         link.request.link = link
         operation.pending.add(link.request)
         self.progress.wait(operation)
@@ -132,8 +129,8 @@ def test_off_or_alone_on_one_core_nobody_looks(limit_s: float, cores: int) -> No
 
 
 def test_kinds_of_operations_are_told_apart(waiting: Waiting) -> None:
-    slow = Operation(Op.RETRIEVE, np.zeros(512, wire.RESULT), 0)
-    quick = Operation(Op.LOOKUP, np.zeros(1, wire.LOOKUP_RESULT), 0)
+    slow = Operation(Op.RETRIEVE, bytearray(512 * 16), 0)
+    quick = Operation(Op.LOOKUP, bytearray(8), 0)
     kind = waiting.busy.due(slow)
     assert kind is not None
     kind.told(False)
