@@ -227,8 +227,7 @@ class TcpConnection(Responder):
         try:
             if self.state is _READY:
                 self._drive()
-                if self._cq:
-                    self._signal()
+                self._signal()  # also for an owner who was about to look, and would sleep on as nothing is left to see
             elif self._discarding and self._socket is not None:
                 self._discard(self._socket)
         finally:
