@@ -59,7 +59,7 @@ def read_environment(arguments: Sequence[str] | None = None, packages: Sequence[
         command=shlex.join([Path(program).name, *rest]),
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         versions={"python": platform.python_version(), **_installed(packages)},
-        load_average=_load_average(),
+        load_average=load_average_text(),
     )
 
 
@@ -127,7 +127,8 @@ def _installed(packages: Sequence[str]) -> dict[str, str]:
     return versions
 
 
-def _load_average() -> str:
+def load_average_text() -> str:
+    """Of the last minute, with the cores that it is to be compared with."""
     return f"{os.getloadavg()[0]:.2f} on {len(os.sched_getaffinity(0))} cores"
 
 
