@@ -25,7 +25,7 @@ from dpu_app.config import FRAMES_MIN, RegionSettings
 from emulator.goals import evaluate, load_goals
 from emulator.pod import Pod
 from emulator.pod_settings import PodSettings
-from host_agent.bench.environment import Environment, file_system_text, load_average_text
+from host_agent.bench.environment import Environment, file_system_text
 from host_agent.bench.report import report
 from host_agent.bench.run import Bench
 from host_agent.bench.settings import BenchSettings
@@ -91,7 +91,6 @@ def compare(
     if region_slots:
         told(f"opening a region of {region_slots} slots")
         document["region"] = measure_region(settings.flash_dir, region_slots)
-    document["load_average_after"] = load_average_text()
     document["goals"] = evaluate(load_goals(), document)
     return document
 

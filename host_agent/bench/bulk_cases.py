@@ -26,6 +26,8 @@ from host_agent.results import BlockResults
 _COLD_BYTES_MAX: Final = 8 << 30
 """No more is stored to push blocks out of the windows. Blocks of others are never evicted for it."""
 _LEASE_S: Final = 20.0
+_TOUCH_FRAMES: Final = 1.25
+"""Times the frames there are: hashing does not give every region the same."""
 
 
 class FreshBlocks:
@@ -124,6 +126,20 @@ STAGED_CASES: Final[dict[str, Callable[[FreshBlocks, int], Sample]]] = {
     "store_flash": store_flash,
 }
 """In the order in which a round runs them."""
+
+
+def touch_windows(target: Target, size: int, step: int) -> None:
+    """Store and delete blocks for every frame of the windows, as far as there are free slots."""
+    frames, slots, used = target.stat(StatId.FRAMES, StatId.SLOTS, StatId.SLOTS_USED)
+    count = min(int(frames * _TOUCH_FRAMES), (slots - used) // 2, _COLD_BYTES_MAX // size)
+    keys: list[bytes] = []
+    try:
+        while len(keys) < count:
+            fresh = fresh_keys(step)
+            keys += fresh
+            target.store(fresh, size)
+    finally:
+        target.delete(keys)
 
 
 class ColdBlocks:

@@ -106,8 +106,10 @@ def _sentences(document: Mapping[str, Any]) -> Iterator[str]:
     yield f"verification: {document['verification']}; every round has keys that were never used before"
     yield f"page cache: {document.get('page_cache', 'the pod decides; regions open their flash with O_DIRECT')}"
     yield from (f"{name}: {text}" for name, text in methods.items())
-    if "load_average_after" in document:
-        yield f"load average at the end: {document['load_average_after']}; it counts the benchmark's own processes too"
+    yield (
+        f"other work on this machine took {document['other_work_share']:.0%} of its processors during the run (a "
+        "hypervisor's included)"
+    )
     if document["too_large_bytes"]:
         sizes = ", ".join(format_size(size) for size in document["too_large_bytes"])
         yield f"not measured, since larger than the pod's slots: {sizes}"
