@@ -25,6 +25,7 @@ from common.errors import EntresolError, UserError
 from emulator.compare import compare
 from emulator.demo import DemoSettings, run_demo
 from emulator.demo_report import DemoReport, RequestOutcome, print_demo
+from emulator.peers.cli import bench_peers
 from emulator.pod import Pod
 from emulator.pod_report import pod_report, print_pod
 from emulator.pod_settings import FABRICS, PodSettings, default_run_dir
@@ -221,6 +222,9 @@ def bench(
     if any(result["wrong"] for result in results.values()):
         click.echo("entresol-emu: blocks came back with wrong bytes", err=True)
         ctx.exit(1)
+
+
+main.add_command(bench_peers)
 
 
 @main.command("version")
