@@ -6,7 +6,7 @@ RUN_STAMP := $(VENV)/.installed-run
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help apt venv lint type test proto proto-check demo bench clean
+.PHONY: help apt apt-peers venv lint type test proto proto-check demo bench bench-peers clean
 
 help: ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -52,6 +52,19 @@ demo: $(RUN_STAMP) ## the main job end to end in the emulator; options in DEMO, 
 bench: $(RUN_STAMP) ## STORE, RETRIEVE and LOOKUP beside the machine's limits; options in BENCH, as BENCH=--quick
 	$(BIN)/entresol-emu bench $(BENCH)
 
+# Redis itself, and the libraries that Mooncake's wheel loads.
+APT_PEERS := redis-server libibverbs1 librdmacm1 libnuma1 liburing2
+HAS_PEERS = dpkg-query -W -f '$${Status}\n' $(APT_PEERS) 2>/dev/null | grep -c 'ok installed' | grep -qx $(words $(APT_PEERS))
+
+bench-peers: $(RUN_STAMP) ## the same work on Redis, NIXL, Mooncake, LMCache; options in PEERS, as PEERS='--quick --only redis'
+	@$(call HAS_PEERS) || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && $(MAKE) apt-peers; } || \
+		echo "without all of '$(APT_PEERS)' (as root: make apt-peers): peers that need them are listed with their error" >&2
+	$(BIN)/entresol-emu bench-peers $(PEERS)
+
+apt-peers: ## install what the peers need from Debian's or Ubuntu's packages (as root; make bench-peers does it then)
+	apt-get update -qq
+	DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(APT_PEERS)
+
 venv: $(STAMP) ## make the virtual environment
 
 lint: $(STAMP) proto-check ## ruff (style, imports), import-linter (layers), generated code current
@@ -74,4 +87,4 @@ proto-check: $(PROTO_STAMP) ## fail where the checked-in protobuf code is not wh
 		diff -u "$$file" "$$out/$$file" || { echo "$$file is stale: run 'make proto'" >&2; exit 1; }; done
 
 clean: ## remove the virtual environment and caches
-	rm -rf $(VENV) $(PROTO_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(PROTO_VENV) .venv-peers .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -41,10 +41,12 @@ class Family:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a turn must be ready for: `blocks` of `block_bytes`, the largest there are, stored and not yet forgotten."""
+    """What a turn must be ready for: `blocks` of `block_bytes`, the largest there are, stored and not yet forgotten,
+    and `small_blocks` of a few KiB."""
 
     block_bytes: int
     blocks: int
+    small_blocks: int = 0
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -26,6 +27,8 @@ from emulator.pod import Pod
 from emulator.pod_settings import PodSettings
 from host_agent.bench.run import BenchSettings
 
+_ROOM: Final = 3
+"""So many slots for each small block, for none to be evicted."""
 FAMILY: Final = Family("entresol")
 
 
@@ -42,7 +45,9 @@ def _start(fabric: str, page_bytes: int) -> Callable[[Turn, Sizes], dict[str, An
             ready_timeout_s=max(1.0, min(30.0, turn.left_s())),
         )
         bench = BenchSettings(block_bytes=(sizes.block_bytes,), batches=(1,), blocks=sizes.blocks, rounds=1)
-        pod = Pod.up(bench_pod(settings, bench))
+        sized = bench_pod(settings, bench)
+        roomy_bytes = max(sized.capacity_bytes, _ROOM * sizes.small_blocks * sizes.block_bytes // settings.regions)
+        pod = Pod.up(dataclasses.replace(sized, capacity_bytes=roomy_bytes))
         turn.stack.callback(pod.down)
         turn.server_pids += [process.pid for process in pod.running()]
         return {"agent": str(pod.state.agent_config), "verify": True, "block_bytes_max": sizes.block_bytes}

@@ -57,11 +57,17 @@ def _ucx_peer(name: str, reach: str, huge: bool, environment: Mapping[str, str],
     )
 
 
-_TLS_TCP: Final = {"UCX_TLS": "tcp"}
+_TLS_TCP: Final = {"UCX_TLS": "tcp", "UCX_TCP_TX_SEG_SIZE": "2m", "UCX_TCP_RX_SEG_SIZE": "2m"}
 PEERS: Final = (
     _ucx_peer("NIXL, UCX same host, 4 KiB pages", SAME_HOST, False, {}, "UCX as shipped (picks cma and shared memory)"),
     _ucx_peer("NIXL, UCX same host, huge pages", SAME_HOST, True, {}, "the same, memory on transparent huge pages"),
-    _ucx_peer("NIXL, UCX over TCP", TCP, True, _TLS_TCP, "UCX_TLS=tcp, transparent huge pages"),
+    _ucx_peer(
+        "NIXL, UCX over TCP",
+        TCP,
+        True,
+        _TLS_TCP,
+        "segments of 2 MiB (3 times as fast to read as its 8 KiB), transparent huge pages",
+    ),
     Peer(
         name="NIXL, POSIX to a file",
         family=FAMILY,

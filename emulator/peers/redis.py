@@ -40,7 +40,7 @@ def _peer(name: str, client: str, unix: bool, settings: str) -> Peer:
 
 
 _OFFICIAL: Final = (
-    "redis-py with hiredis, socket_read_size 1 MiB: a pipeline of SET (MSET is slower), GET and copy, or EXISTS"
+    "redis-py with hiredis, socket_read_size 1 MiB: a pipeline of SET (MSET is slower), GET and copy, EXISTS"
 )
 _RAW: Final = "own client: a batch of SET, GET or EXISTS in one write, values received straight into place"
 PEERS: Final = (

@@ -63,6 +63,7 @@ def _peer(outcome: Outcome) -> dict[str, Any]:
         "environment": dict(peer.environment),
         "against": [*peer.against],
         "error": outcome.error,
+        "retried": outcome.retried,
         "wrong": outcome.wrong,
         "seconds": outcome.used_s,
         "cells": [_cell(key, cell) for key, cell in outcome.cells.items()],
@@ -230,9 +231,9 @@ def _who(report: Mapping[str, Any]) -> Table:
     for peer in report["peers"]:
         environment = " ".join(f"{name}={value}" for name, value in peer["environment"].items())
         commands = "; ".join(" ".join((environment, command)).strip() for command in peer["commands"])
-        table.add(
-            peer["name"], peer["version"] or "-", peer["settings"], commands or "-", _short(peer["error"]) or "none"
-        )
+        retried = f"none; one turn was begun again after: {_short(peer['retried'])}" if peer["retried"] else "none"
+        error = _short(peer["error"]) or retried
+        table.add(peer["name"], peer["version"] or "-", peer["settings"], commands or "-", error)
     return table
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from common.errors import EntresolError
+from common.errors import DeadlineError, EntresolError
 from common.units import format_size
 from emulator.peers import install
 from emulator.peers.catalogue import FLASH_READ, FLASH_STORE, LOOKUP, ON_FLASH, RETRIEVE, STORE, Peer, Sizes
@@ -27,6 +27,8 @@ _LOOKUP_BLOCK_BYTES: Final = 4096
 _LOOKUP_STEP: Final = 8
 """Few enough for the smallest window of a store that refuses what it cannot stage."""
 _KEY_HEX_BYTES: Final = 8
+Measured = tuple[tuple[str, int, int], dict[str, Any]]
+"""Operation, block bytes, batch; and what the driver answered."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,8 @@ class Outcome:
     version: str = ""
     commands: list[str] = field(default_factory=list)
     error: str = ""
+    retried: str = ""
+    """Why a turn was begun again: once in a run."""
     used_s: float = 0.0
     wrong: list[str] = field(default_factory=list)
     cells: dict[tuple[str, int, int], Cell] = field(default_factory=dict)
@@ -122,14 +126,17 @@ class Peers:
     def _turns(self, outcome: Outcome) -> None:
         """One peer's part of a round."""
         sizes = tuple(self._settings.blocks)
-        groups = [(size,) for size in sizes] if outcome.peer.turn_per_size else [sizes]
-        for group in groups:
+        groups: list[tuple[int, ...]] = [(size,) for size in sizes] if outcome.peer.turn_per_size else [sizes]
+        for group in groups:  # which grows by the one that is tried again
             started_s = time.monotonic()
             try:
                 self._turn(outcome, group, LOOKUP in outcome.peer.operations and group[0] == sizes[0])
             except EntresolError as error:
-                outcome.error = str(error)
-                return
+                if outcome.retried or isinstance(error, DeadlineError):
+                    outcome.error = str(error)
+                    return
+                outcome.retried = str(error)
+                groups.append(group)
             finally:
                 outcome.used_s += time.monotonic() - started_s
 
@@ -140,43 +147,50 @@ class Peers:
         python = install.python_of(settings.venvs, peer.family)
         with Turn(python, settings.flash_dir, time.monotonic() + left_s) as turn:
             largest = max(sizes)
-            options = peer.start(turn, Sizes(largest, settings.blocks[largest]))
+            options = peer.start(turn, Sizes(largest, settings.blocks[largest], settings.lookup_keys if lookup else 0))
             driver = turn.client(peer.adapter, {"block_bytes_max": largest, **options}, peer.environment)
             outcome.version = driver.ask("open")["about"]["version"]
             outcome.commands = [*turn.commands]
+            measured: list[Measured] = []
             for size in sizes:
-                self._size(outcome, driver, size)
+                measured += self._size(outcome, driver, size)
             if lookup:
-                self._lookup(outcome, driver)
+                measured.append(self._lookup(outcome, driver))
             driver.ask("close")
+        for key, answer in measured:  # whole turns only
+            _record(outcome.cells.setdefault(key, Cell()), key, answer)
 
-    def _size(self, outcome: Outcome, driver: Driver, size: int) -> None:
+    def _size(self, outcome: Outcome, driver: Driver, size: int) -> list[Measured]:
         settings, operations = self._settings, outcome.peer.operations
         count = settings.blocks[size]
+        measured: list[Measured] = []
         driver.ask("prepare", block_bytes=size, blocks=count)
         if STORE in operations:
             for batch in (0, *settings.batches):
                 if batch <= count:
-                    self._store_and_read(outcome, driver, (STORE, RETRIEVE), size, batch)
+                    measured += self._store_and_read(outcome, driver, (STORE, RETRIEVE), size, batch)
         if operations >= ON_FLASH and size <= settings.flash_bytes_max:
             for batch in settings.flash_batches:
                 if batch <= count:
-                    self._store_and_read(outcome, driver, (FLASH_STORE, FLASH_READ), size, batch)
+                    measured += self._store_and_read(outcome, driver, (FLASH_STORE, FLASH_READ), size, batch)
+        return measured
 
     def _store_and_read(
         self, outcome: Outcome, driver: Driver, operations: tuple[str, str], size: int, batch: int
-    ) -> None:
+    ) -> list[Measured]:
         """Fresh keys stored, read back, forgotten. Batch 0: all in one call and untimed, to warm up."""
         count = self._settings.blocks[size]
         keys = _fresh_keys(count)
+        measured: list[Measured] = []
         for operation in operations:
             answer = driver.ask(operation, keys=keys, batch=batch or count)
             outcome.wrong += [f"{operation} of {format_size(size)}: {text}" for text in answer.get("wrong", [])]
             if batch:
-                _record(outcome.cells.setdefault((operation, size, batch), Cell()), answer, size)
+                measured.append(((operation, size, batch), answer))
         driver.ask("forget", keys=keys)
+        return measured
 
-    def _lookup(self, outcome: Outcome, driver: Driver) -> None:
+    def _lookup(self, outcome: Outcome, driver: Driver) -> Measured:
         settings = self._settings
         keys = _fresh_keys(settings.lookup_keys)
         driver.ask("prepare", block_bytes=_LOOKUP_BLOCK_BYTES, blocks=settings.lookup_keys)
@@ -186,22 +200,23 @@ class Peers:
                 raise PeerError(f"{stored['failed']} of {_LOOKUP_STEP} small blocks were not stored")
         answer = driver.ask(LOOKUP, keys=keys, batch=len(keys), calls=settings.lookup_calls)
         outcome.wrong += [f"lookup: {text}" for text in answer["wrong"]]
-        cell = outcome.cells.setdefault((LOOKUP, _LOOKUP_BLOCK_BYTES, len(keys)), Cell())
-        cell.keys_per_s.append(len(keys) / statistics.median(answer["seconds"]))
-        cell.calls_us += [seconds * 1e6 for seconds in answer["seconds"]]
-        cell.client_cpu_s += answer["client_cpu_s"]
-        cell.server_cpu_s += answer["server_cpu_s"]
-        cell.looked_up += answer["blocks"]
         driver.ask("forget", keys=keys)
+        return (LOOKUP, _LOOKUP_BLOCK_BYTES, len(keys)), answer
 
 
-def _record(cell: Cell, answer: dict[str, Any], size: int) -> None:
-    moved = answer["blocks"] * size
-    cell.gb_per_s.append(moved / sum(answer["seconds"]) / 1e9)
+def _record(cell: Cell, key: tuple[str, int, int], answer: dict[str, Any]) -> None:
+    """Add a round's answer."""
+    operation, size, batch = key
+    if operation == LOOKUP:
+        cell.keys_per_s.append(batch / statistics.median(answer["seconds"]))
+        cell.looked_up += answer["blocks"]
+    else:
+        moved = answer["blocks"] * size
+        cell.gb_per_s.append(moved / sum(answer["seconds"]) / 1e9)
+        cell.moved_bytes += moved
     cell.calls_us += [seconds * 1e6 for seconds in answer["seconds"]]
     cell.client_cpu_s += answer["client_cpu_s"]
     cell.server_cpu_s += answer["server_cpu_s"]
-    cell.moved_bytes += moved
     cell.failed += answer["failed"]
 
 

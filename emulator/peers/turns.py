@@ -30,6 +30,7 @@ _DRIVER: Final = _HERE / "driver.py"
 _END_PATIENCE_S: Final = 5.0
 _POLL_S: Final = 0.02
 _LOG_TAIL_LINES: Final = 6
+_LOG_LINE_CHARACTERS: Final = 300
 _READ_BYTES: Final = 1 << 16
 
 
@@ -51,7 +52,8 @@ class Turn:
         self.commands: list[str] = []
         self._mark = secrets.token_hex(16)
         self._started: list[int] = []
-        self._logs: list[Path] = []
+        self._ports: set[int] = set()
+        self._logs: dict[int, Path] = {}
         self.flash_dir.mkdir(parents=True)
         self.stack.callback(shutil.rmtree, self.flash_dir, ignore_errors=True)
 
@@ -63,7 +65,7 @@ class Turn:
         program = shutil.which(command[0]) or command[0]
         log = self.dir / f"server{len(self._logs)}.log"
         pid = processes.start_detached([program, *command[1:]], self._mark, log, {**os.environ, **(environment or {})})
-        self._logs.append(log)
+        self._logs[pid] = log
         self._remember(pid, command)
         return pid
 
@@ -83,25 +85,25 @@ class Turn:
         where process `pid` ends first, DeadlineError where it takes too long."""
         while not _listens(where):
             if processes.reap(pid) is not None or not processes.carries_mark(pid, self._mark):
-                raise PeerError(f"the server ended before it served: {self.log_tail()}")
+                raise PeerError(f"the server ended before it served: {self.log_tail(pid)}")
             if self.left_s() < 0:
-                raise DeadlineError(f"timed out: nothing listened on {where}: {self.log_tail()}")
+                raise DeadlineError(f"timed out: nothing listened on {where}: {self.log_tail(pid)}")
             time.sleep(_POLL_S)
 
-    def log_tail(self) -> str:
-        """The last lines of what servers and driver wrote, for an error's text."""
-        lines: list[str] = []
-        for log in self._logs:
-            with contextlib.suppress(OSError):
-                lines += log.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
-        return " / ".join(line.strip() for line in lines if line.strip())[-1500:]
+    def log_tail(self, pid: int) -> str:
+        """The last lines that a process of the turn wrote, for an error's text."""
+        lines = self._logs[pid].read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
+        return " / ".join(line.strip()[:_LOG_LINE_CHARACTERS] for line in lines if line.strip())
 
-    @staticmethod
-    def free_port() -> int:
-        """One that nothing listens on now."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            return int(probe.getsockname()[1])
+    def free_port(self) -> int:
+        """One that nothing listens on now, and not given before."""
+        while True:
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                port = int(probe.getsockname()[1])
+            if port not in self._ports:
+                self._ports.add(port)
+                return port
 
     def __enter__(self) -> Turn:
         return self
@@ -134,7 +136,7 @@ class Turn:
                 )
             except OSError as error:
                 raise PeerError(f"{self.python}: {error}") from error
-        self._logs.append(log)
+        self._logs[process.pid] = log
         self._started.append(process.pid)
         self.stack.callback(_close_pipes, process)
         return _Lines(process, self)
@@ -162,7 +164,7 @@ class _Lines:
                 pipe.write(json.dumps(request).encode() + b"\n")
                 pipe.flush()
         except BrokenPipeError:
-            raise PeerError(f"the driver has ended: {self._turn.log_tail()}") from None
+            raise PeerError(f"the driver has ended: {self._turn.log_tail(self.pid)}") from None
 
     def read(self, until_s: float) -> Any:
         """The "ok" of the next line. Raises PeerError with the text of its "error", or where the process ends;
@@ -177,7 +179,7 @@ class _Lines:
             data = os.read(pipe.fileno(), _READ_BYTES)
             if not data:
                 code = self._process.wait(_END_PATIENCE_S)
-                raise PeerError(f"the process ended with {code}: {self._turn.log_tail()}")
+                raise PeerError(f"the process ended with {code}: {self._turn.log_tail(self.pid)}")
             self._pending += data
         line, _, self._pending = self._pending.partition(b"\n")
         answer = json.loads(line)
@@ -200,7 +202,7 @@ class Driver:
         try:
             answer: dict[str, Any] = self._lines.read(self._turn.until_s)
         except DeadlineError:
-            raise DeadlineError(f"timed out in {operation}: {self._turn.log_tail()}") from None
+            raise DeadlineError(f"timed out in {operation}: {self._turn.log_tail(self.pid)}") from None
         return answer
 
 
