@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 BENCH_STAMP := $(VENV)/.installed-bench
 
 .DEFAULT_GOAL := help
-.PHONY: help apt apt-bench venv lint type test proto proto-check demo bench clean
+.PHONY: help apt apt-bench venv lint type test proto proto-check demo bench clean apt-peers bench-peers
 
 help: ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -60,6 +60,18 @@ apt-bench: ## install fio from Debian's or Ubuntu's packages (as root), for the 
 $(BENCH_STAMP): pyproject.toml $(RUN_STAMP)
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[bench]'
 	@touch $@
+# Redis itself, and the libraries that Mooncake's wheel loads.
+APT_PEERS := redis-server libibverbs1 librdmacm1 libnuma1 liburing2
+HAS_PEERS = dpkg-query -W -f '$${Status}\n' $(APT_PEERS) 2>/dev/null | grep -c 'ok installed' | grep -qx $(words $(APT_PEERS))
+
+bench-peers: $(RUN_STAMP) ## the same work on Redis, NIXL, Mooncake, LMCache; options in PEERS, as PEERS='--quick --only redis'
+	@$(call HAS_PEERS) || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && $(MAKE) apt-peers; } || \
+		echo "without all of '$(APT_PEERS)' (as root: make apt-peers): peers that need them are listed with their error" >&2
+	$(BIN)/entresol-emu bench-peers $(PEERS)
+
+apt-peers: ## install what the peers need from Debian's or Ubuntu's packages (as root; make bench-peers does it then)
+	apt-get update -qq
+	DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(APT_PEERS)
 
 venv: $(STAMP) ## make the virtual environment
 
@@ -83,4 +95,4 @@ proto-check: $(PROTO_STAMP) ## fail where the checked-in protobuf code is not wh
 		diff -u "$$file" "$$out/$$file" || { echo "$$file is stale: run 'make proto'" >&2; exit 1; }; done
 
 clean: ## remove the virtual environment and caches
-	rm -rf $(VENV) $(PROTO_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(PROTO_VENV) .venv-peers .mypy_cache .ruff_cache .pytest_cache .hypothesis

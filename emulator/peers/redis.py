@@ -1,0 +1,51 @@
+"""Redis, in memory only: nothing persisted, one thread of the server as its documentation advises below four cores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from emulator.peers.catalogue import ENTRESOL_SHM, ENTRESOL_TCP, LOOKUP, SAME_HOST, STAGED, TCP, Family, Peer, Sizes
+from emulator.peers.turns import Turn
+
+FAMILY: Final = Family("redis", requirements=("numpy", "redis==8.1.0", "hiredis==3.5.0"), debian=("redis-server",))
+_SERVER: Final = "redis-server --save '' --appendonly no (not persisted), io-threads 1"
+
+
+def _start(client: str, unix: bool) -> Callable[[Turn, Sizes], dict[str, Any]]:
+    def start(turn: Turn, _sizes: Sizes) -> dict[str, Any]:
+        port, path = turn.free_port(), turn.dir / "redis.sock"
+        command = [
+            "redis-server", "--port", str(port), "--bind", "127.0.0.1", "--unixsocket", str(path), "--save", "",
+            "--appendonly", "no", "--dir", str(turn.dir), "--lazyfree-lazy-user-del", "yes",
+        ]  # fmt: skip
+        pid = turn.server(command)
+        turn.wait_for(path, pid)
+        return {"client": client, **({"unix": str(path)} if unix else {"port": port})}
+
+    return start
+
+
+def _peer(name: str, client: str, unix: bool, settings: str) -> Peer:
+    return Peer(
+        name=name,
+        family=FAMILY,
+        reach=SAME_HOST if unix else TCP,
+        adapter="redis_client",
+        start=_start(client, unix),
+        settings=f"{_SERVER}; {settings}",
+        operations=STAGED | {LOOKUP},
+        against=(ENTRESOL_SHM if unix else ENTRESOL_TCP,),
+    )
+
+
+_OFFICIAL: Final = (
+    "redis-py with hiredis, socket_read_size 1 MiB: a pipeline of SET (MSET is slower), GET and copy, EXISTS"
+)
+_RAW: Final = "own client: a batch of SET, GET or EXISTS in one write, values received straight into place"
+PEERS: Final = (
+    _peer("Redis, redis-py, TCP", "redis-py", False, _OFFICIAL),
+    _peer("Redis, redis-py, Unix socket", "redis-py", True, _OFFICIAL),
+    _peer("Redis, raw pipeline, TCP", "raw", False, _RAW),
+    _peer("Redis, raw pipeline, Unix socket", "raw", True, _RAW),
+)
