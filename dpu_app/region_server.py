@@ -31,6 +31,7 @@ from dpu_app.background_task import BackgroundTask
 from dpu_app.flash_errors import FlashErrorLog
 from dpu_app.peer import Peer
 from dpu_app.regions.engine import RegionEngine
+from dpu_app.turn_times import Cause, Schedule, TurnTimes
 from dpu_app.worker_channel import ChannelClosedError, Message, WorkerEnd
 
 NS_PER_S = 1_000_000_000
@@ -91,6 +92,7 @@ class RegionServer:
         self._window = window
         self._channel = channel
         self._clock = clock
+        self._times = TurnTimes(clock.monotonic_ns, Schedule())
         self._credits = credits
         self._send_wrs_max = send_wrs_max
         self._tokens: dict[int, bytes] = {}
@@ -110,6 +112,7 @@ class RegionServer:
             "session_namespace": self._session_namespace,
             "session_close": self._session_close,
             "status": self._status,
+            "pauses": lambda _: self._times.report(),
         }
 
     # ---------------------------------------------------------------- loop
@@ -117,19 +120,24 @@ class RegionServer:
     def run(self, restore_order: Callable[[], None] | None = None) -> None:
         """Until the supervisor says stop or is gone. Afterwards `drained` says whether all is on flash.
         `restore_order` is done meanwhile, in a thread of its own."""
-        with BackgroundTask(restore_order) as self._restoring:
+        with self._times, BackgroundTask(restore_order) as self._restoring:
             self._epoll.register(self._restoring.fileno(), select.EPOLLIN)
             self._serve()
 
     def _serve(self) -> None:
+        times = self._times
+        now_ns = times.begin()
         while not self._stopped():
-            left_ns = self._engine.next_wakeup_ns() - self._clock.monotonic_ns()
-            for fd, _ in self._epoll.poll(0 if self._unsettled else max(0, left_ns) / NS_PER_S):
+            left_ns = self._engine.next_wakeup_ns() - now_ns
+            ready = self._epoll.poll(0 if self._unsettled else max(0, left_ns) / NS_PER_S)
+            times.begin()
+            for fd, _ in ready:
                 self._ready(fd)
             for connection_id in list(self._unsettled):
                 self._poll_peer(connection_id)
-            if self._clock.monotonic_ns() >= self._engine.next_wakeup_ns():
+            if times.mark(Cause.RECEIVE) >= self._engine.next_wakeup_ns():
                 self._engine.tick()
+                times.mark(Cause.TICK)
             self._carry_out()
             try:
                 if self._drain_waiters:
@@ -137,6 +145,7 @@ class RegionServer:
                 self._watch_channel()
             except ChannelClosedError:
                 self._supervisor_gone()
+            now_ns = times.end(Cause.OUTPUT)
 
     @property
     def drained(self) -> bool:
@@ -147,6 +156,7 @@ class RegionServer:
         for connection_id in list(self._peers):
             self._drop(connection_id)
         self._epoll.close()
+        self._times.close()
 
     def _stopped(self) -> bool:
         if self._stop_deadline_ns is None:
@@ -161,11 +171,14 @@ class RegionServer:
             completions = self._flash.poll()
             self._flash_errors.note(completions, self._clock.monotonic_ns())
             self._engine.on_flash(completions)
+            self._times.mark(Cause.FLASH)
         elif fd == self._listener.fileno():
             while (request := self._listener.accept()) is not None:
                 self._accept(request)
+            self._times.mark(Cause.CONTROL)
         elif fd == self._channel.fileno():
             self._poll_channel()
+            self._times.mark(Cause.CONTROL)
         elif fd == self._restoring.fileno():
             self._epoll.unregister(fd)
             self._restoring.finish()
