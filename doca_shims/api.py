@@ -11,6 +11,7 @@ something uses them: each is its own small group of protocols and its own entry-
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
@@ -102,6 +103,11 @@ class SendRequest(NamedTuple):
     remote_address: int = 0
     rkey: int = 0
     flags: SendFlags = SendFlags.SIGNALED
+
+
+RDMA_REQUEST = struct.Struct("<QQIIII")
+"""One READ or WRITE of `Connection.post_rdma`, with one element: local address, remote address, length in bytes,
+lkey, rkey, and 0 (reserved). 32 bytes, so that an array of them is built and checked without a loop."""
 
 
 class RecvRequest(NamedTuple):
@@ -242,6 +248,24 @@ class Connection(Protocol):
         """Post a batch with one doorbell. Raises ShimError: ENOMEM (queue full; nothing was posted), EINVAL
         (too many elements, unknown opcode; nothing was posted), ENOTCONN when not READY. Bad local or remote
         keys, ranges and access come back as completions: LOC_PROT_ERR, REM_ACCESS_ERR."""
+        ...
+
+    def post_rdma(
+        self,
+        wr_id: int,
+        opcode: Opcode,
+        requests: bytes | bytearray | memoryview,
+        flags: SendFlags = SendFlags.SIGNALED,
+    ) -> None:
+        """Post packed `RDMA_REQUEST`s, in order, with one doorbell: each is a READ or WRITE (`opcode`) of one
+        element and takes a slot of the send queue. `requests` may be used again when this returns.
+
+        With SIGNALED there is one completion for all of them, with `wr_id`; without, success is implied by a later
+        signalled one. A failure always completes once, with `wr_id` and the status of the first request that failed;
+        those before it were carried out. `byte_count` says nothing.
+
+        Raises ShimError: ENOMEM (queue full; nothing was posted), EINVAL (another opcode; no request, or no whole
+        number of them; a reserved field that is not 0; nothing was posted), ENOTCONN when not READY."""
         ...
 
     def poll(self, max_completions: int = 256) -> list[Completion]:

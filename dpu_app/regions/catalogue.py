@@ -116,6 +116,16 @@ class Catalogue:
                 slots[slots == slot] = -1
         return slots
 
+    def without_expired(self, slots: list[int]) -> list[int]:
+        """`slots` of a look-up, with -1 for those whose blocks have expired."""
+        if not self._has_ttl:
+            return slots
+        found = np.array(slots, np.int64)
+        gone = set(self._expired_of(found[found >= 0]).tolist())
+        for slot in gone:
+            self._expire(slot)
+        return [-1 if slot in gone else slot for slot in slots]
+
     def lingers(self, key_lo: int, key_hi: int, namespace: int) -> bool:
         """A block of this key has expired, so `find` does not see it, but something still reads it."""
         return self._has_ttl and self.index.find_one(key_lo, key_hi, namespace) >= 0
@@ -154,6 +164,15 @@ class Catalogue:
         else:
             for slot in slots:
                 self._policy.on_hit_one(int(slot))
+
+    @property
+    def hit_counters(self) -> tuple[memoryview, bytes] | None:
+        """`EvictionPolicy.hit_counters`, to be written while `ordered`."""
+        return self._policy.hit_counters
+
+    def count_one(self, slot: int) -> None:
+        """`count_use` of one slot, while `ordered`."""
+        self._policy.on_hit_one(slot)
 
     def order_restored(self) -> None:
         """`OpenRegion.restore_order` is through."""

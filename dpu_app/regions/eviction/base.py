@@ -47,6 +47,12 @@ class EvictionPolicy(Protocol):
     """Every slot is known to the policy between its `on_insert` and `on_remove`, and is there once."""
 
     @property
+    def hit_counters(self) -> tuple[memoryview, bytes] | None:
+        """One byte a slot, and by its value what another use makes of it (256 bytes): whoever writes them need not call
+        `on_hit`. None for a policy that cannot put it so."""
+        ...
+
+    @property
     def bytes_per_slot(self) -> float:
         """Bytes of arrays held, over the number of slots."""
         ...

@@ -14,6 +14,10 @@ class Fifo:
         self._queue = SlotQueue(self._links)
 
     @property
+    def hit_counters(self) -> tuple[memoryview, bytes] | None:
+        return None
+
+    @property
     def bytes_per_slot(self) -> float:
         return self._links.nbytes / self._links.slots
 

@@ -15,6 +15,10 @@ class Lru:
         self._queue = SlotQueue(self._links)
 
     @property
+    def hit_counters(self) -> tuple[memoryview, bytes] | None:
+        return None
+
+    @property
     def bytes_per_slot(self) -> float:
         return self._links.nbytes / self._links.slots
 

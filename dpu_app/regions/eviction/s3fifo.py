@@ -36,6 +36,10 @@ class S3Fifo:
         self._ghost = Ghost(slots - self._small_slots)
 
     @property
+    def hit_counters(self) -> tuple[memoryview, bytes] | None:
+        return self._state_one, _COUNTED.tobytes().ljust(256, b"\0")
+
+    @property
     def bytes_per_slot(self) -> float:
         return (self._links.nbytes + self._state.nbytes + self._ghost.nbytes) / self._links.slots
 

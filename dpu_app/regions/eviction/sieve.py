@@ -21,6 +21,10 @@ class Sieve:
         self._hand = -1
 
     @property
+    def hit_counters(self) -> tuple[memoryview, bytes] | None:
+        return self._used_one, b"\1" * 256
+
+    @property
     def bytes_per_slot(self) -> float:
         return (self._links.nbytes + self._used.nbytes) / self._links.slots
 
