@@ -29,8 +29,8 @@ from emulator.pod import Pod
 from emulator.pod_report import pod_report, print_pod
 from emulator.pod_settings import FABRICS, PodSettings, default_run_dir
 from emulator.trace import TraceRecord
-from host_agent.bench import BenchSettings
-from host_agent.bench_report import print_bench
+from host_agent.bench.report import print_bench
+from host_agent.bench.run import BenchSettings
 from host_agent.session import client_version
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -15,7 +15,7 @@ from common.config import load_file
 from dpu_app.config import FRAMES_MIN, RegionSettings
 from emulator.pod import Pod
 from emulator.pod_settings import PodSettings
-from host_agent.bench import Bench, BenchSettings
+from host_agent.bench.run import Bench, BenchSettings
 from host_agent.client import Client
 from host_agent.config import AgentSettings
 

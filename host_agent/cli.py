@@ -340,8 +340,8 @@ def bench(
     """Measure STORE, RETRIEVE and LOOKUP of a pod that is up, beside this machine's own limits."""
     from rich.console import Console
 
-    from host_agent.bench import Bench, BenchSettings
-    from host_agent.bench_report import print_bench
+    from host_agent.bench.report import print_bench
+    from host_agent.bench.run import Bench, BenchSettings
 
     given = {"block_bytes": block_bytes, "batches": batches, "rounds": rounds, "blocks": blocks}
     changes: dict[str, Any] = {name: value for name, value in given.items() if value}

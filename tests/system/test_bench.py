@@ -15,8 +15,8 @@ from common.wire import StatId
 from emulator.compare import bench_pod
 from emulator.pod import Pod
 from emulator.pod_settings import PodSettings
-from host_agent.bench import Bench, BenchSettings
-from host_agent.bench_report import print_bench
+from host_agent.bench.report import print_bench
+from host_agent.bench.run import Bench, BenchSettings
 from host_agent.client import Client
 from host_agent.config import AgentSettings
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from host_agent.limits import SocketPeer, memmove_s
+from host_agent.bench.peer_sockets import SocketPeer, memmove_s
 
 
 def test_memmove_copies_every_block() -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from common.units import format_size
-from host_agent.bench_limits import LIMITS_OF
+from host_agent.bench.limits import LIMITS_OF
 
 _TITLES: Final = {
     "store_staged": "STORE staged",

@@ -11,8 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
-from host_agent.flash_limit import FlashLimit
-from host_agent.limits import SocketPeer, memmove_s
+from host_agent.bench.flash_limit import FlashLimit
+from host_agent.bench.peer_sockets import SocketPeer, memmove_s
 from host_agent.memory import RegisteredMemory
 
 _FLASH_FILE_BYTES: Final = 512 << 20

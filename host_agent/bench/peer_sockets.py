@@ -1,8 +1,8 @@
 """What this machine can do at best, measured beside the benchmark: memory copy, bare socket, message round trip.
 
-Owns one peer process (`python -m host_agent.limits`), a plain blocking echo of the cheapest form that Python has:
-`sendmsg` of the caller's memory, `recv_into` with MSG_WAITALL. Never touches a pod. `host_agent.bench` takes its
-readings in turn with its own rounds, so that both see the same machine.
+Owns one peer process (`python -m host_agent.bench.peer_sockets`), a plain blocking echo of the cheapest form that
+Python has: `sendmsg` of the caller's memory, `recv_into` with MSG_WAITALL. Never touches a pod. `host_agent.bench`
+takes its readings in turn with its own rounds, so that both see the same machine.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class SocketPeer:
                 listener.settimeout(_ACCEPT_TIMEOUT_S)
                 port = listener.getsockname()[1]
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", "host_agent.limits", str(there.fileno()), str(port)],
+                    [sys.executable, "-m", "host_agent.bench.peer_sockets", str(there.fileno()), str(port)],
                     pass_fds=[there.fileno()],
                     stdin=subprocess.DEVNULL,
                 )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import LowerLayerError
-from host_agent.flash_limit import FlashLimit
+from host_agent.bench.flash_limit import FlashLimit
 
 
 def test_it_reads_and_leaves_nothing() -> None:

@@ -26,10 +26,10 @@ from common.identity import UNKNOWN, NamespaceRecord
 from common.status import BlockState, Status
 from common.units import approximate_size, format_size
 from common.wire import StatId
-from host_agent.bench_limits import Limits
+from host_agent.bench.limits import Limits
+from host_agent.bench.peer_sockets import SocketPeer
 from host_agent.block_pattern import BlockPattern
 from host_agent.client import Client
-from host_agent.limits import SocketPeer
 from host_agent.memory import RegisteredMemory
 from host_agent.results import Bools
 from host_agent.session import client_version
