@@ -1,7 +1,7 @@
 """How long a region worker's loop was away from its sockets, turn by turn, and what kept it there.
 
-One turn is from epoll's return to the next call of it: for so long nobody else is served. Always on: a turn costs a
-clock reading for each part of it and one counter. A turn of a millisecond or more is looked at closely: how much of it
+In one turn the loop looks at its sockets once and handles what it found: for so long nobody else is served. Always on:
+a turn costs a clock reading for each part of it and one counter. A turn of a millisecond or more is looked at closely: how much of it
 the process waited for a processor, which no change of this program would mend. Made by `dpu_app.worker`, told by the
 region server's loop; `entresol-dpu pauses` shows it.
 """
@@ -19,6 +19,8 @@ from typing import Any
 
 BOUNDS_NS = tuple(digit * 10**power for power in range(3, 10) for digit in (1, 2, 5))[:-2]
 """Upper bounds of the histogram's buckets: 1, 2, 5 microseconds ... to 1 s; one more bucket is above them all."""
+IDLE_NS = 5_000
+"""Shorter turns are not counted: such a one has looked and found nothing."""
 SPLIT_NS = 100_000
 """Shorter turns are counted whole; of the others also each part."""
 LOOK_NS = 1_000_000
@@ -74,8 +76,8 @@ class Schedule:
 
 
 class TurnTimes:
-    """`begin` a turn, `mark` each part when it ends, `end` with the last. A context manager, which hears of garbage
-    collections while it is entered."""
+    """`turn` after turn, each part of one marked when it ends, but for the last. A context manager, which hears of
+    garbage collections while it is entered."""
 
     def __init__(self, clock_ns: Callable[[], int], schedule: Schedule) -> None:
         """`clock_ns` is monotonic. Takes over `schedule`."""
@@ -110,14 +112,24 @@ class TurnTimes:
 
     # ---------------------------------------------------------------- the loop
 
-    def begin(self) -> int:
-        """A turn begins; the time."""
-        now = self._began = self._marked = self._clock_ns()
+    def turn(self, rest: Cause) -> int:
+        """A turn ends, whose last part was `rest`, and the next begins; the time."""
+        now = self._clock_ns()
+        duration = now - self._began
+        if duration >= IDLE_NS:
+            self._count(duration, now, rest)
+        self._began = self._marked = now
         return now
 
-    def mark(self, cause: Cause) -> int:
-        """What was done since the last mark was `cause`; the time."""
-        now = self._clock_ns()
+    def awake(self) -> None:
+        """The turn begins only now: the loop may have slept."""
+        self._began = self._marked = self._clock_ns()
+
+    def mark(self, cause: Cause) -> None:
+        """What was done since the last mark was `cause`."""
+        self._spend(self._clock_ns(), cause)
+
+    def _spend(self, now: int, cause: Cause) -> None:
         spent = now - self._marked
         self._marked = now
         if self._gc_ns:
@@ -126,12 +138,9 @@ class TurnTimes:
             self._spent[Cause.GC] += collected
             spent -= collected
         self._spent[cause] += spent
-        return now
 
-    def end(self, cause: Cause) -> int:
-        """The turn's last part was `cause`; the time."""
-        now = self.mark(cause)
-        duration = now - self._began
+    def _count(self, duration: int, now: int, rest: Cause) -> None:
+        self._spend(now, rest)
         self._busy_ns += duration
         if duration < SPLIT_NS:
             bucket = bisect_left(BOUNDS_NS, duration)
@@ -146,7 +155,6 @@ class TurnTimes:
                 spent[number] = 0
         if self._busy_ns >= LOOK_NS:
             self._look()
-        return now
 
     def _long(self, duration: int, now: int) -> None:
         self._turns[bisect_left(BOUNDS_NS, duration)] += 1

@@ -270,7 +270,8 @@ class ShmConnection(QueuePair):
 
     # ------------------------------------------------------------------------------------------ polling
 
-    def poll(self, max_completions: int = 256) -> list[Completion]:
+    def poll(self, max_completions: int = 256, arm: bool = True) -> list[Completion]:
+        del arm  # every poll leaves the descriptor telling
         state = self.state
         if state is _CLOSED_STATE:
             return []

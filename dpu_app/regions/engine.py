@@ -205,7 +205,7 @@ class RegionEngine:
         return True
 
     def on_sent(self, connection_id: int, count: int) -> None:
-        """The SENDs of `count` more of the connection's responses are complete, in their order in `outbox.responses`."""
+        """The SENDs of `count` more of the connection's responses are complete; they complete in order."""
         connection = self._context.connections.get(connection_id)
         if connection is not None and connection.sent(count) and (connection.waiting or self._load_path.starved):
             self._context.ready.add(connection_id)

@@ -7,7 +7,6 @@ destinations out of order, is left to `load_path`, which answers every case, wit
 
 from __future__ import annotations
 
-
 import numpy as np
 import numpy.typing as npt
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dpu_app.turn_times import BOUNDS_NS, LONGEST_MAX, Cause, Schedule, TurnTimes
+from dpu_app.turn_times import BOUNDS_NS, IDLE_NS, LONGEST_MAX, Cause, Schedule, TurnTimes
 
 US = 1_000
 MS = 1_000_000
@@ -29,7 +29,7 @@ class Loop:
 
     def turn(self, *parts: tuple[Cause, int], waited_ns: int = 0) -> None:
         """One turn of the given parts; of it the thread waited so long for a processor."""
-        self.times.begin()
+        self.times.awake()
         total = sum(ns for _, ns in parts)
         self.on_processor_ns += total - waited_ns
         self.ready_ns += waited_ns
@@ -39,7 +39,7 @@ class Loop:
             self.times.mark(cause)
         cause, ns = parts[-1]
         self.now_ns += ns
-        self.times.end(cause)
+        self.times.turn(cause)
 
     def sleep(self, ns: int) -> None:
         self.now_ns += ns
@@ -112,9 +112,8 @@ def test_where_the_kernel_keeps_no_schedule_all_is_the_turns_own(tmp_path: Path)
     assert not schedule.known
     now = [0]
     times = TurnTimes(lambda: now[0], schedule)
-    times.begin()
     now[0] += 3 * MS
-    times.end(Cause.TICK)
+    times.turn(Cause.TICK)
     assert counted(times.report()["own"]) == {5 * MS: 1}
     times.close()
 
@@ -138,10 +137,10 @@ def test_garbage_collection_has_a_part_of_its_own(loop: Loop) -> None:
     gc.callbacks.append(slow)  # called before the one of `times`
     try:
         with loop.times:
-            loop.times.begin()
+            loop.times.turn(Cause.TICK)
             loop.now_ns += 300 * US
             gc.collect()
-            loop.times.end(Cause.RECEIVE)
+            loop.times.turn(Cause.RECEIVE)
         gc.collect()  # not heard any more
     finally:
         gc.callbacks.remove(slow)
@@ -159,3 +158,20 @@ def test_this_threads_schedule_is_read() -> None:
     assert after > before > 0
     assert ready >= 0
     schedule.close()
+
+
+def test_a_look_that_found_nothing_is_no_turn(loop: Loop) -> None:
+    for _ in range(100):
+        loop.turn((Cause.RECEIVE, IDLE_NS - 1))
+    loop.turn((Cause.RECEIVE, IDLE_NS))
+    assert counted(loop.times.report()["turns"]) == {IDLE_NS: 1}
+
+
+def test_turns_follow_one_another_without_sleep(loop: Loop) -> None:
+    loop.times.awake()
+    for us in (30, 300):
+        loop.now_ns += us * US
+        loop.times.turn(Cause.FLASH)
+    report = loop.times.report()
+    assert counted(report["turns"]) == {50 * US: 1, 500 * US: 1}
+    assert report["total_ns"]["flash"] == 330 * US
