@@ -34,6 +34,7 @@ from dpu_app.flash_errors import FlashErrorLog
 from dpu_app.peer import Peer
 from dpu_app.regions.context import Posting
 from dpu_app.regions.engine import RegionEngine
+from dpu_app.turn_times import Cause, Schedule, TurnTimes
 from dpu_app.worker_channel import ChannelClosedError, Message, WorkerEnd
 
 NS_PER_S = 1_000_000_000
@@ -97,6 +98,7 @@ class RegionServer:
         self._window = window
         self._channel = channel
         self._clock = clock
+        self._times = TurnTimes(clock.monotonic_ns, Schedule())
         self._credits = credits
         self._send_wrs_max = send_wrs_max
         self._tokens: dict[int, bytes] = {}
@@ -118,6 +120,7 @@ class RegionServer:
             "session_namespace": self._session_namespace,
             "session_close": self._session_close,
             "status": self._status,
+            "pauses": lambda _: self._times.report(),
         }
 
     # ---------------------------------------------------------------- loop
@@ -125,23 +128,29 @@ class RegionServer:
     def run(self, restore_order: Callable[[], None] | None = None) -> None:
         """Until the supervisor says stop or is gone. Afterwards `drained` says whether all is on flash.
         `restore_order` is done meanwhile, in a thread of its own."""
-        with BackgroundTask(restore_order) as self._restoring:
+        with self._times, BackgroundTask(restore_order) as self._restoring:
             self._epoll.register(self._restoring.fileno(), select.EPOLLIN)
             self._serve()
 
     def _serve(self) -> None:
-        engine, monotonic_ns = self._engine, self._clock.monotonic_ns
+        engine, times = self._engine, self._times
+        rest = Cause.RECEIVE
         while not self._stopped():
-            now_ns = monotonic_ns()
+            now_ns = times.turn(rest)
+            rest = Cause.RECEIVE
             if not self._unsettled or not self._turns_to_look:
                 self._look(now_ns)
             self._turns_to_look -= 1
             for connection_id in tuple(self._unsettled):
                 self._poll_peer(connection_id, now_ns)
             if now_ns >= engine.next_wakeup_ns():
+                times.mark(Cause.RECEIVE)
                 engine.tick()
+                times.mark(Cause.TICK)
             if not engine.outbox.empty:
+                times.mark(Cause.RECEIVE)
                 self._carry_out(now_ns)
+                rest = Cause.OUTPUT
             if self._drain_waiters or self._channel.wants_write or self._channel_writing:
                 self._serve_channel()
 
@@ -149,7 +158,9 @@ class RegionServer:
         """At all descriptors; until something comes or is due, where no connection needs to be polled."""
         self._turns_to_look = TURNS_PER_LOOK
         left_ns = 0 if self._unsettled else max(0, self._engine.next_wakeup_ns() - now_ns)
-        for fd, _ in self._epoll.poll(left_ns / NS_PER_S):
+        ready = self._epoll.poll(left_ns / NS_PER_S)
+        self._times.awake()
+        for fd, _ in ready:
             self._ready(fd)
 
     def _serve_channel(self) -> None:
@@ -169,6 +180,7 @@ class RegionServer:
         for connection_id in list(self._peers):
             self._drop(connection_id)
         self._epoll.close()
+        self._times.close()
 
     def _stopped(self) -> bool:
         if self._stop_deadline_ns is None:
@@ -183,11 +195,14 @@ class RegionServer:
             completions = self._flash.poll()
             self._flash_errors.note(completions, self._clock.monotonic_ns())
             self._engine.on_flash(completions)
+            self._times.mark(Cause.FLASH)
         elif fd == self._listener.fileno():
             while (request := self._listener.accept()) is not None:
                 self._accept(request)
+            self._times.mark(Cause.CONTROL)
         elif fd == self._channel.fileno():
             self._poll_channel()
+            self._times.mark(Cause.CONTROL)
         elif fd == self._restoring.fileno():
             self._epoll.unregister(fd)
             self._restoring.finish()

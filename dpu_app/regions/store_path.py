@@ -67,6 +67,7 @@ class StorePath:
     def start(self, batch: Batch) -> None:
         self._used.clear()
         context = self._context
+        context.catalogue.begin_batch()
         rows = batch.rows
         context.stats.add(StatId.STORES, len(rows))
         slots = find(context, batch)
@@ -195,6 +196,7 @@ class StorePath:
 
     def _arrived(self, group: list[Incoming], ok: bool) -> None:
         self._used.clear()
+        self._context.catalogue.begin_batch()
         for incoming in group:
             if not ok or incoming.batch.closed:
                 self._fail(incoming, Status.TRANSFER_ERROR)
