@@ -236,7 +236,7 @@ class Connection(Protocol):
 
     def fileno(self) -> int:
         """Readable whenever `poll` may have something to return, the move to ERROR included. Level-triggered
-        as long as the owner polls until `poll` returns an empty list."""
+        as long as the owner polls until a plain `poll` returns an empty list."""
         ...
 
     def post_recv(self, requests: Sequence[RecvRequest]) -> None:
@@ -268,9 +268,14 @@ class Connection(Protocol):
         number of them; a reserved field that is not 0; nothing was posted), ENOTCONN when not READY."""
         ...
 
-    def poll(self, max_completions: int = 256) -> list[Completion]:
+    def poll(self, max_completions: int = 256, arm: bool = True) -> list[Completion]:
         """Completions in order, at most so many; never blocks. A lost peer shows as flushed completions and
-        `state` ERROR."""
+        `state` ERROR.
+
+        A plain poll that finds nothing arms `fileno` (`ibv_req_notify_cq`, and one more look). For busy polling,
+        `arm=False` only looks (`ibv_poll_cq`), which is as cheap as can be and spares the peer the doorbell: `fileno`
+        then promises nothing until a plain poll has returned an empty list. So: look with `arm=False` as long as it
+        pays, poll plainly, and sleep only if that too found nothing."""
         ...
 
     def close(self) -> None:
