@@ -127,13 +127,13 @@ class TcpConnection(Responder):
             self._push()
 
     def poll(self, max_completions: int = 256, arm: bool = True) -> list[Completion]:
-        del arm
         self.looks += 1
         with self._lock:
             if not self._cq and self.state is _READY:
-                if self._empty and not self.backlog:
+                if arm and self._empty and not self.backlog:
                     self._empty = False  # as the last look has found; should more have come, the descriptor says so
                 else:
+                    self._empty = not arm
                     self._drive()
                     if self._cq and not self.ticking:
                         self._deputy.attend(self)
