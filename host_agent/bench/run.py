@@ -45,7 +45,7 @@ class Bench:
         with Limits(settings.blocks, settings.flash_dir, settings.fio_s) as limits:
             self._warm(max(settings.block_bytes))
             for size in settings.block_bytes:
-                with self._memory(size * settings.blocks):
+                with self._memory(max(settings.memory_bytes, size * settings.blocks)):
                     self._staged(limits, size)
                     if "retrieve_cold" in settings.operations:
                         self._cold(limits, size)

@@ -43,6 +43,8 @@ class BenchSettings:
     mixed_batch: int = 16
     mixed_calls: int = 48
     """Of one round."""
+    memory_bytes: int = 128 << 20
+    """Of each buffer, at least: rounds of small blocks go round in it, past the processor's caches."""
     fio_s: float = 0.5
     """How long each reading of the disk lasts."""
     verify: bool = True
@@ -69,6 +71,7 @@ class BenchSettings:
             small_calls=16,
             mixed_block_bytes=64 << 10,
             mixed_calls=8,
+            memory_bytes=16 << 20,
             fio_s=0.1,
         )
 

@@ -49,6 +49,7 @@ def _quick(place: Place, **changes: object) -> BenchSettings:
         "mixed_block_bytes": SIZE,
         "mixed_batch": 8,
         "mixed_calls": 12,
+        "memory_bytes": 16 * SIZE,
         "flash_dir": place.flash_dir,
         "may_evict": True,
         **changes,
@@ -129,7 +130,7 @@ def test_a_wrong_byte_is_found(place: Place, monkeypatch: pytest.MonkeyPatch) ->
 
         def dishonest(namespace: object, keys: object, memory: Spans, **options: object) -> object:
             results = honest(namespace, keys, memory, **options)
-            target.destination.view[3 * SIZE + 5] ^= 1
+            target.client.core.memories.resolve(memory).pieces(3)[0][5] ^= 1
             return results
 
         monkeypatch.setattr(target.client, "retrieve", dishonest)
