@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Final
 
 from common.errors import UserError
-from emulator.peers import entresol, mooncake, nixl, redis
+from emulator.peers import entresol, lmcache, mooncake, nixl, redis
 from emulator.peers.catalogue import Peer
 
-PEERS: Final[tuple[Peer, ...]] = (*entresol.PEERS, *nixl.PEERS, *mooncake.PEERS, *redis.PEERS)
+PEERS: Final[tuple[Peer, ...]] = (*entresol.PEERS, *nixl.PEERS, *mooncake.PEERS, *lmcache.PEERS, *redis.PEERS)
 FAMILIES: Final = tuple(dict.fromkeys(peer.family.name for peer in PEERS if peer.family != entresol.FAMILY))
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
+from pathlib import Path
+from typing import Any, Final, NamedTuple
 
 from emulator.peers.catalogue import ENTRESOL_SHM, ENTRESOL_TCP, LOOKUP, SAME_HOST, STAGED, TCP, Family, Peer, Sizes
 from emulator.peers.turns import Turn
@@ -12,16 +13,26 @@ FAMILY: Final = Family("redis", requirements=("numpy", "redis==8.1.0", "hiredis=
 _SERVER: Final = "redis-server --save '' --appendonly no (not persisted), io-threads 1"
 
 
+class Server(NamedTuple):
+    port: int
+    path: Path
+
+
+def start_server(turn: Turn) -> Server:
+    """Redis on a port of its own and a Unix socket in the turn's directory. Raises PeerError, LowerLayerError."""
+    server = Server(turn.free_port(), turn.dir / "redis.sock")
+    command = [
+        "redis-server", "--port", str(server.port), "--bind", "127.0.0.1", "--unixsocket", str(server.path),
+        "--save", "", "--appendonly", "no", "--dir", str(turn.dir), "--lazyfree-lazy-user-del", "yes",
+    ]  # fmt: skip
+    turn.wait_for(server.path, turn.server(command))
+    return server
+
+
 def _start(client: str, unix: bool) -> Callable[[Turn, Sizes], dict[str, Any]]:
     def start(turn: Turn, _sizes: Sizes) -> dict[str, Any]:
-        port, path = turn.free_port(), turn.dir / "redis.sock"
-        command = [
-            "redis-server", "--port", str(port), "--bind", "127.0.0.1", "--unixsocket", str(path), "--save", "",
-            "--appendonly", "no", "--dir", str(turn.dir), "--lazyfree-lazy-user-del", "yes",
-        ]  # fmt: skip
-        pid = turn.server(command)
-        turn.wait_for(path, pid)
-        return {"client": client, **({"unix": str(path)} if unix else {"port": port})}
+        server = start_server(turn)
+        return {"client": client, **({"unix": str(server.path)} if unix else {"port": server.port})}
 
     return start
 

@@ -84,8 +84,9 @@ class Turn:
         """Until something listens on a TCP port of this machine or a Unix socket. Raises PeerError with the log's end
         where process `pid` ends first, DeadlineError where it takes too long."""
         while not _listens(where):
-            if processes.reap(pid) is not None or not processes.carries_mark(pid, self._mark):
-                raise PeerError(f"the server ended before it served: {self.log_tail(pid)}")
+            code = processes.reap(pid)  # its mark does not tell: one that starts by exec has none for a moment
+            if code is not None:
+                raise PeerError(f"the server ended with {code} before it served: {self.log_tail(pid)}")
             if self.left_s() < 0:
                 raise DeadlineError(f"timed out: nothing listened on {where}: {self.log_tail(pid)}")
             time.sleep(_POLL_S)
