@@ -26,6 +26,7 @@ from emulator.compare import REGION_SLOTS, compare
 from emulator.demo import DemoSettings, run_demo
 from emulator.demo_report import DemoReport, RequestOutcome, print_demo
 from emulator.goals import goals_table
+from emulator.path_profile_cli import bench_profile
 from emulator.pod import Pod
 from emulator.pod_report import pod_report, print_pod
 from emulator.pod_settings import FABRICS, PodSettings, default_run_dir
@@ -244,6 +245,9 @@ def bench(
     if document["wrong"]:
         click.echo("entresol-emu: blocks came back with wrong bytes", err=True)
         ctx.exit(1)
+
+
+main.add_command(bench_profile)
 
 
 @main.command("version")
