@@ -29,6 +29,7 @@ from emulator.demo_report import DemoReport, RequestOutcome, print_demo
 from emulator.goals import goals_table
 from emulator.peers.cli import bench_peers
 from emulator.latency import LatencySettings, measure_latency
+from emulator.path_profile_cli import bench_profile
 from emulator.pod import Pod
 from emulator.pod_report import pod_report, print_pod
 from emulator.pod_settings import FABRICS, PodSettings, default_run_dir
@@ -293,6 +294,9 @@ def bench_latency(
     if any(phase["wrong"] for phase in report["phases"].values()):
         click.echo("entresol-emu: blocks came back with wrong bytes", err=True)
         ctx.exit(1)
+
+
+main.add_command(bench_profile)
 
 
 @main.command("version")
