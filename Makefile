@@ -6,7 +6,7 @@ RUN_STAMP := $(VENV)/.installed-run
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help apt venv lint type test proto proto-check demo bench clean
+.PHONY: help apt venv lint type test proto proto-check demo bench bench-scale clean
 
 help: ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -51,6 +51,9 @@ demo: $(RUN_STAMP) ## the main job end to end in the emulator; options in DEMO, 
 
 bench: $(RUN_STAMP) ## STORE, RETRIEVE and LOOKUP beside the machine's limits; options in BENCH, as BENCH=--quick
 	$(BIN)/entresol-emu bench $(BENCH)
+
+bench-scale: $(RUN_STAMP) ## one to eight workers under one to eight agents; options in SCALE, as SCALE=--quick
+	$(BIN)/entresol-emu bench-scale $(SCALE)
 
 venv: $(STAMP) ## make the virtual environment
 

@@ -28,6 +28,7 @@ from emulator.demo_report import DemoReport, RequestOutcome, print_demo
 from emulator.pod import Pod
 from emulator.pod_report import pod_report, print_pod
 from emulator.pod_settings import FABRICS, PodSettings, default_run_dir
+from emulator.scale import cli as scale_cli
 from emulator.trace import TraceRecord
 from host_agent.bench.report import print_bench
 from host_agent.bench.run import BenchSettings
@@ -221,6 +222,19 @@ def bench(
     if any(result["wrong"] for result in results.values()):
         click.echo("entresol-emu: blocks came back with wrong bytes", err=True)
         ctx.exit(1)
+
+
+@main.command("bench-scale")
+@pod_options
+@scale_cli.scale_options
+@click.pass_context
+def bench_scale(ctx: click.Context, /, config_path: Path | None, **options: Any) -> None:
+    """One to eight region workers under one to eight agents: throughput, fairness, latency, processor time."""
+    of_pod = {name: options.pop(name) for name in ("fabric", "flash_driver", "eviction", "flash_dir", "run_dir")}
+    for name in ("dpus", "regions"):
+        if options.pop(name) is not None:
+            raise UserError(f"--{name}: a pod of one DPU is measured for each of --workers")
+    scale_cli.run(ctx, settings_from(config_path, of_pod), _ended_by_signals, **options)
 
 
 @main.command("version")
