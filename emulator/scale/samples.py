@@ -118,8 +118,9 @@ class _Sampler:
 
         def store() -> None:
             keys = stored[-1]
-            if not self._client.store(self._namespace, keys, spans, until_flash=True).all_ok:
-                raise UnavailableError(f"the pod refused a batch of {batch} blocks of {size} bytes")
+            results = self._client.store(self._namespace, keys, spans, until_flash=True)
+            if not results.all_ok:
+                raise UnavailableError(f"the pod refused a batch of {batch} blocks of {size} bytes: {results}")
 
         def fresh() -> None:
             stored.append([os.urandom(_KEY_BYTES) for _ in range(batch)])
