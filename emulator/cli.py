@@ -237,6 +237,9 @@ def bench_scale(ctx: click.Context, /, config_path: Path | None, **options: Any)
     scale_cli.run(ctx, settings_from(config_path, of_pod), _ended_by_signals, **options)
 
 
+main.add_command(scale_cli.cost_model)
+
+
 @main.command("version")
 def show_version() -> None:
     """Print the version."""

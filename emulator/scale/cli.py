@@ -13,9 +13,12 @@ from typing import Any
 import click
 from rich.console import Console
 
+from common import units
 from common.errors import UserError
 from emulator.pod_settings import PodSettings
-from emulator.scale.report import print_report, with_head, write_report
+from emulator.scale.cost_model import Assumptions
+from emulator.scale.cost_report import BATCHES, BLOCK_BYTES, as_dict, cost_tables, samples_of
+from emulator.scale.report import load_report, print_report, with_head, write_report
 from emulator.scale.run import run_scale, scale_run_dir
 from emulator.scale.settings import ScaleSettings
 from host_agent.bench.environment import read_environment
@@ -82,3 +85,66 @@ def run(
     if document["wrong"]:
         click.echo("entresol-emu: blocks came back with wrong bytes", err=True)
         ctx.exit(1)
+
+
+class _Sizes(click.ParamType):  # type: ignore[type-arg]
+    name = "sizes"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            return tuple(units.parse_size(part) for part in value.split(","))
+        except units.UnitError as error:
+            self.fail(str(error), param, ctx)
+
+
+def assumption_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """An option for each of `Assumptions`."""
+    for item in reversed(dataclasses.fields(Assumptions)):
+        text = f"{item.metadata['unit']}: {item.metadata['source']}.  [default: {item.default:g}]"
+        function = click.option("--" + item.name.replace("_", "-"), type=float, help=text)(function)
+    return function
+
+
+@click.command("cost-model")
+@click.option(
+    "--report",
+    "reports",
+    type=click.Path(dir_okay=False, path_type=Path),
+    multiple=True,
+    required=True,
+    help="scale.json of bench-scale; several are fitted together.",
+)
+@click.option("--block", "block_bytes", type=_Sizes(), default=BLOCK_BYTES, help="Sizes, such as 64KiB,1MiB.")
+@click.option("--batch", "batches", type=COUNTS, default=BATCHES, help="Blocks a capsule, such as 1,16,128.")
+@assumption_options
+@click.option("--json", "as_json", is_flag=True, help="For scripts.")
+@click.option("--markdown", "as_markdown", is_flag=True, help="For documents.")
+def cost_model(
+    reports: tuple[Path, ...],
+    block_bytes: tuple[int, ...],
+    batches: tuple[int, ...],
+    as_json: bool,
+    as_markdown: bool,
+    **given: float | None,
+) -> None:
+    """What a BlueField-4 would need for the work measured by bench-scale: cores at line rate, and every assumption.
+
+    An extrapolation from the emulator, not a measurement: each assumption is an option.
+    """
+    if min(block_bytes) < 1 or min(batches) < 1:
+        raise UserError("block sizes and batches are above 0")
+    documents = [load_report(path) for path in reports]
+    samples = samples_of(documents)
+    assumed = Assumptions(**{name: value for name, value in given.items() if value is not None})
+    if as_json:
+        json.dump(as_dict(samples, assumed, block_bytes, batches), sys.stdout, indent=1)
+        click.echo()
+        return
+    tables = cost_tables(samples, assumed, block_bytes, batches)
+    if as_markdown:
+        click.echo("\n".join(table.markdown(3) for table in tables))
+        return
+    for table in tables:
+        table.print(Console())

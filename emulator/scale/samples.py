@@ -7,11 +7,13 @@ tell what a byte costs because of them. Every byte that comes back is compared o
 
 from __future__ import annotations
 
+import contextlib
 import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -99,7 +101,7 @@ class _Sampler:
         return {
             "regions": regions,
             "idle_cores": self._idle,
-            "machine": {name: min(values) for name, values in machine.items()},
+            "machine": {**{name: min(values) for name, values in machine.items()}, "clock_mhz": clock_mhz()},
             "rows": [sample.as_dict(regions) for sample in (*moves.values(), *lookups.values())],
             "wrong": self._wrong,
         }
@@ -174,6 +176,14 @@ class _Sampler:
         before = self._meter.read_s()
         time.sleep(_IDLE_S)
         return self._meter.since_s(before)[DPU] / _IDLE_S
+
+
+def clock_mhz() -> float:
+    """What the kernel says of the first core; 0 where it does not."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return float(next((line for line in lines if line.startswith("cpu MHz")), "").split(":")[1])
+    return 0.0
 
 
 def _time_machine(machine: dict[str, list[float]]) -> None:
