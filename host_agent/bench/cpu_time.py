@@ -10,13 +10,15 @@ import ctypes
 import errno
 import os
 from collections.abc import Mapping, Sequence
-from time import clock_gettime_ns
+from pathlib import Path
+from time import clock_gettime_ns, monotonic, process_time
 from typing import Final
 
 from common.errors import LowerLayerError
 
 AGENT: Final = "agent"
 DPU: Final = "dpu"
+_STAT: Final = Path("/proc/stat")
 _libc = ctypes.CDLL(None)
 
 
@@ -50,3 +52,30 @@ class CpuMeter:
     def since_s(self, before: Mapping[str, float]) -> dict[str, float]:
         """Seconds used since `before`, which `read_s` gave."""
         return {side: now - before[side] for side, now in self.read_s().items()}
+
+
+class OtherWork:
+    """How much of the machine's processors work that is not the benchmark's took meanwhile. `measured`: clocks of
+    processes that are not children of this one. Children count once they have been waited for."""
+
+    def __init__(self, measured: Sequence[CpuMeter]) -> None:
+        self._measured = measured
+        self._started_s = monotonic()
+        self._before_s = self._elsewhere_s()
+
+    def share(self) -> float:
+        """Of all processors, since it was made: 0 is a machine of one's own."""
+        available_s = (monotonic() - self._started_s) * len(os.sched_getaffinity(0))
+        return max(0.0, self._elsewhere_s() - self._before_s) / available_s
+
+    def _elsewhere_s(self) -> float:
+        children = os.times()
+        own_s = process_time() + children.children_user + children.children_system
+        pods_s = sum(meter.read_s().get(DPU, 0.0) for meter in self._measured)
+        return _busy_s() - own_s - pods_s
+
+
+def _busy_s() -> float:
+    """Processor seconds that the machine has spent on anything, also those that a hypervisor gave to others (steal)."""
+    user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, _STAT.read_text().split()[1:9])
+    return float(user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
