@@ -1,15 +1,16 @@
-"""Everything is in pyproject.toml but this: a native module that is built where there is a compiler, and not missed
-where there is none (docs/adr/0005-native-table-load.md)."""
+"""Everything is in pyproject.toml but this: native modules that are built where there is a compiler, and not missed
+where there is none (docs/adr/0005-native-table-load.md, docs/adr/0006-native-hot-path.md)."""
 
 from setuptools import Extension, setup
 
+FLAGS = ["-O3", "-std=c11", "-Wall", "-Wextra"]
+MODULES = {
+    "dpu_app.regions._table_load": ["dpu_app/regions/_table_load.c"],
+    "dpu_app.regions._hot_path": [f"dpu_app/regions/{name}.c" for name in ("_hot_path", "_hot_keys", "_hot_frames")],
+    "emulator._shm_channel": ["emulator/_shm_channel.c"],
+}
+"""Module -> sources."""
+
 setup(
-    ext_modules=[
-        Extension(
-            "dpu_app.regions._table_load",
-            ["dpu_app/regions/_table_load.c"],
-            extra_compile_args=["-O3", "-std=c11", "-Wall", "-Wextra"],
-            optional=True,
-        )
-    ]
+    ext_modules=[Extension(name, sources, extra_compile_args=FLAGS, optional=True) for name, sources in MODULES.items()]
 )

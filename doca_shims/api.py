@@ -11,6 +11,7 @@ something uses them: each is its own small group of protocols and its own entry-
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
@@ -102,6 +103,11 @@ class SendRequest(NamedTuple):
     remote_address: int = 0
     rkey: int = 0
     flags: SendFlags = SendFlags.SIGNALED
+
+
+RDMA_REQUEST = struct.Struct("<QQIIII")
+"""One READ or WRITE of `Connection.post_rdma`, with one element: local address, remote address, length in bytes,
+lkey, rkey, and 0 (reserved). 32 bytes, so that an array of them is built and checked without a loop."""
 
 
 class RecvRequest(NamedTuple):
@@ -230,7 +236,7 @@ class Connection(Protocol):
 
     def fileno(self) -> int:
         """Readable whenever `poll` may have something to return, the move to ERROR included. Level-triggered
-        as long as the owner polls until `poll` returns an empty list."""
+        as long as the owner polls until a plain `poll` returns an empty list."""
         ...
 
     def post_recv(self, requests: Sequence[RecvRequest]) -> None:
@@ -244,9 +250,32 @@ class Connection(Protocol):
         keys, ranges and access come back as completions: LOC_PROT_ERR, REM_ACCESS_ERR."""
         ...
 
-    def poll(self, max_completions: int = 256) -> list[Completion]:
+    def post_rdma(
+        self,
+        wr_id: int,
+        opcode: Opcode,
+        requests: bytes | bytearray | memoryview,
+        flags: SendFlags = SendFlags.SIGNALED,
+    ) -> None:
+        """Post packed `RDMA_REQUEST`s, in order, with one doorbell: each is a READ or WRITE (`opcode`) of one
+        element and takes a slot of the send queue. `requests` may be used again when this returns.
+
+        With SIGNALED there is one completion for all of them, with `wr_id`; without, success is implied by a later
+        signalled one. A failure always completes once, with `wr_id` and the status of the first request that failed;
+        those before it were carried out. `byte_count` says nothing.
+
+        Raises ShimError: ENOMEM (queue full; nothing was posted), EINVAL (another opcode; no request, or no whole
+        number of them; a reserved field that is not 0; nothing was posted), ENOTCONN when not READY."""
+        ...
+
+    def poll(self, max_completions: int = 256, arm: bool = True) -> list[Completion]:
         """Completions in order, at most so many; never blocks. A lost peer shows as flushed completions and
-        `state` ERROR."""
+        `state` ERROR.
+
+        A plain poll that finds nothing arms `fileno` (`ibv_req_notify_cq`, and one more look). For busy polling,
+        `arm=False` only looks (`ibv_poll_cq`), which is as cheap as can be and spares the peer the doorbell: `fileno`
+        then promises nothing until a plain poll has returned an empty list. So: look with `arm=False` as long as it
+        pays, poll plainly, and sleep only if that too found nothing."""
         ...
 
     def close(self) -> None:

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from doca_shims.api import (
+    RDMA_REQUEST,
     Access,
     Completion,
     ConnectionState,
@@ -26,6 +27,7 @@ from doca_shims.api import (
     Opcode,
     QueueLimits,
     RecvRequest,
+    SendFlags,
     SendRequest,
     Sge,
     ShimError,
@@ -51,6 +53,10 @@ _RECV = Opcode.RECV
 _new = tuple.__new__
 """Builds a named tuple in half the time that calling its class takes."""
 _OPCODES = (Opcode.RDMA_WRITE, Opcode.SEND, Opcode.RDMA_READ)
+_SIGNALED = int(SendFlags.SIGNALED)
+_BATCH = 1 << 8
+_BATCH_END = 1 << 9
+"""Flags of a request that is one of a `post_rdma`, and of its last one: together they fail by one completion."""
 
 
 @dataclass(frozen=True)
@@ -308,6 +314,7 @@ class QueuePair(Endpoint):
         self._send_used = 0
         self._recv_used = 0
         self._silent = 0  # send slots that the next send completion frees besides its own
+        self._batch_failed = False  # the rest of a `post_rdma` fails silently
 
     def abandon(self) -> None:
         self.state = ConnectionState.CLOSED
@@ -338,9 +345,10 @@ class QueuePair(Endpoint):
         """Check a batch and take its slots; raises with nothing posted."""
         if self.state is not _READY:
             raise self._not_ready("ibv_post_send")
-        if self._send_used + len(requests) > self.limits.max_send_wr:
-            raise ShimError(errno.ENOMEM, "ibv_post_send", f"the queue has {self.limits.max_send_wr} slots")
         most = self.limits.max_sge
+        used = self._send_used
+        self._take_send_slots(len(requests))
+        self._send_used = used
         for _, opcode, sges, _, _, _ in requests:
             if len(sges) > most:
                 raise ShimError(errno.EINVAL, "ibv_post_send", f"{len(sges)} elements; the queue takes {most}")
@@ -348,14 +356,62 @@ class QueuePair(Endpoint):
                 raise ShimError(errno.EINVAL, "ibv_post_send", f"opcode {opcode} cannot be sent")
         self._send_used += len(requests)
 
+    def post_send(self, requests: Sequence[SendRequest]) -> None:
+        """`doca_shims.api.Connection.post_send`."""
+        raise NotImplementedError
+
+    def post_rdma(
+        self,
+        wr_id: int,
+        opcode: Opcode,
+        requests: bytes | bytearray | memoryview,
+        flags: SendFlags = SendFlags.SIGNALED,
+    ) -> None:
+        """`doca_shims.api.Connection.post_rdma`, by `post_send`."""
+        self.post_send(self._unpack_rdma(wr_id, opcode, requests, flags))
+
+    def _unpack_rdma(
+        self, wr_id: int, opcode: Opcode, requests: bytes | bytearray | memoryview, flags: int
+    ) -> list[SendRequest]:
+        """What `post_rdma` was given, one by one, marked so that a failure of any completes once.
+
+        Raises ShimError EINVAL for what is no batch of READs or WRITEs."""
+        length_bytes = memoryview(requests).nbytes
+        if opcode not in (Opcode.RDMA_WRITE, Opcode.RDMA_READ):
+            raise ShimError(errno.EINVAL, "ibv_post_send", f"opcode {opcode} is not READ or WRITE")
+        if not length_bytes or length_bytes % RDMA_REQUEST.size:
+            raise ShimError(errno.EINVAL, "ibv_post_send", f"{length_bytes} bytes are no whole number of requests")
+        part = SendFlags(_BATCH)
+        batch = []
+        for local, remote, length, lkey, rkey, reserved in RDMA_REQUEST.iter_unpack(requests):
+            if reserved:
+                raise ShimError(errno.EINVAL, "ibv_post_send", f"the reserved field is {reserved}")
+            sge = _new(Sge, (local, length, lkey))
+            batch.append(_new(SendRequest, (wr_id, opcode, (sge,), remote, rkey, part)))
+        batch[-1] = batch[-1]._replace(flags=SendFlags(flags & _SIGNALED | _BATCH | _BATCH_END))
+        return batch
+
+    def _take_send_slots(self, count: int) -> None:
+        """Raises ShimError ENOMEM where there are not as many."""
+        if self._send_used + count > self.limits.max_send_wr:
+            raise ShimError(errno.ENOMEM, "ibv_post_send", f"the queue has {self.limits.max_send_wr} slots")
+        self._send_used += count
+
     def _not_ready(self, operation: str) -> ShimError:
         return ShimError(errno.ENOTCONN, operation, f"the connection to {self.peer} is {self.state.name}")
 
     def _complete_send(self, wr_id: int, opcode: Opcode, flags: int, status: WcStatus, byte_count: int = 0) -> None:
         """Retire the oldest posted send."""
-        if flags == 0 and status is _SUCCESS:
-            self._silent += 1
-            return
+        if status is _SUCCESS:
+            if not flags & _SIGNALED:
+                self._silent += 1
+                return
+        elif flags & _BATCH:
+            told = self._batch_failed
+            self._batch_failed = not flags & _BATCH_END
+            if told:
+                self._silent += 1
+                return
         self._cq.append((_new(Completion, (wr_id, status, opcode, byte_count)), self._silent + 1, 0))
         self._silent = 0
 

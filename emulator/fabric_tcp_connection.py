@@ -103,7 +103,8 @@ class TcpConnection(Requester):
                 self._emit(deque(requests))
         self._transmitter.pump()
 
-    def poll(self, max_completions: int = 256) -> list[Completion]:
+    def poll(self, max_completions: int = 256, arm: bool = True) -> list[Completion]:
+        del arm  # the receiving thread announces all that it does
         with self._lock:
             reaped = self._reap(max_completions)
             if self._signalled and not self._cq and self.state != ConnectionState.CLOSED:

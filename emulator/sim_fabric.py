@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from doca_shims.api import Access, Completion, Memory, Opcode, SendFlags, SendRequest, Sge, WcStatus
+from doca_shims.api import RDMA_REQUEST, Access, Completion, Memory, Opcode, SendFlags, SendRequest, Sge, WcStatus
 
 RemoteAccess = Callable[[int, Opcode, int, int], None]
 """Told of each access to a client's memory before it happens: connection, READ or WRITE, address, length."""
@@ -25,12 +25,25 @@ class _Range:
     access: Access
 
 
+@dataclass(frozen=True)
+class _Posted:
+    """`batch` is shared by the requests of one `post_rdma`, which fail by one completion."""
+
+    request: SendRequest
+    batch: _Batch | None = None
+
+
+@dataclass
+class _Batch:
+    failed: bool = False
+
+
 class _Link:
     """One connection, from the DPU's side."""
 
     def __init__(self, lkey: int) -> None:
         self.lkey = lkey
-        self.queue: deque[SendRequest | bytes] = deque()
+        self.queue: deque[_Posted | bytes] = deque()
         self.completions: list[Completion] = []
         self.remote: dict[int, _Range] = {}
         self.granted: dict[int, _Range] = {}
@@ -104,7 +117,24 @@ class SimFabric:
     # ---------------------------------------------------------------- work
 
     def post(self, connection_id: int, requests: Sequence[SendRequest]) -> None:
-        self._links[connection_id].queue.extend(requests)
+        self._links[connection_id].queue.extend(map(_Posted, requests))
+
+    def post_rdma(
+        self,
+        connection_id: int,
+        wr_id: int,
+        opcode: Opcode,
+        requests: bytes | bytearray | memoryview,
+        flags: SendFlags = SendFlags.SIGNALED,
+    ) -> None:
+        """`doca_shims.api.Connection.post_rdma`. Each request is executed on its own."""
+        batch = _Batch()
+        posted = [
+            SendRequest(wr_id, opcode, (Sge(local, length, lkey),), remote, rkey, SendFlags.NONE)
+            for local, remote, length, lkey, rkey, _ in RDMA_REQUEST.iter_unpack(requests)
+        ]
+        posted[-1] = posted[-1]._replace(flags=flags)
+        self._links[connection_id].queue.extend(_Posted(request, batch) for request in posted)
 
     def send(self, connection_id: int, capsule: bytes) -> None:
         """A SEND behind whatever is posted already."""
@@ -129,11 +159,16 @@ class SimFabric:
                 if not link.failed:
                     arrived.append(item)
                 continue
-            status = WcStatus.WR_FLUSH_ERR if link.failed else self._transfer(connection_id, link, item)
+            request, batch = item.request, item.batch
+            status = WcStatus.WR_FLUSH_ERR if link.failed else self._transfer(connection_id, link, request)
+            tell = bool(request.flags & SendFlags.SIGNALED)
             if status is not WcStatus.SUCCESS:
                 link.failed = True
-            if status is not WcStatus.SUCCESS or item.flags & SendFlags.SIGNALED:
-                link.completions.append(Completion(item.wr_id, status, item.opcode, _length(item)))
+                tell = batch is None or not batch.failed
+                if batch is not None:
+                    batch.failed = True
+            if tell:
+                link.completions.append(Completion(request.wr_id, status, request.opcode, _length(request)))
         return arrived
 
     def poll(self, connection_id: int) -> list[Completion]:

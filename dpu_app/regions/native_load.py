@@ -7,10 +7,10 @@ an unusual entry to them. Used by `table_reader` alone.
 from __future__ import annotations
 
 import ctypes
-import sys
 
 import numpy as np
 
+from common import native
 from dpu_app.regions.bulk_load import BulkLoad
 from dpu_app.regions.index import SlotIndex
 from dpu_app.regions.namespace_ids import NamespaceIds
@@ -18,11 +18,8 @@ from dpu_app.regions.slot_table import CHUNK, Words
 
 
 def _library() -> ctypes.CDLL | None:
-    try:
-        from dpu_app.regions import _table_load  # type: ignore[attr-defined]
-    except ImportError:
-        return None
-    return ctypes.CDLL(_table_load.__file__) if sys.byteorder == "little" else None
+    module = native.load("dpu_app.regions._table_load")
+    return None if module is None else ctypes.CDLL(module.__file__)
 
 
 LIBRARY = _library()
