@@ -28,6 +28,8 @@ class Phase:
     seconds: float
     agents: Sequence[Mapping[str, Any]]
     dpu_cpu_s: float
+    other_work: float = 0.0
+    """Share of the machine's processors that neither the agents nor this pod used."""
 
     @property
     def total_bytes(self) -> int:
@@ -89,6 +91,7 @@ def cell_figures(workers: int, loads: Sequence[str], phases: Sequence[Phase], bl
             "agent": spread([cpu / phase.seconds for cpu, phase in zip(agent_cpu_s, phases)]),
             "dpu": spread([phase.dpu_cpu_s / phase.seconds for phase in phases]),
         },
+        "other_work": statistics.median(phase.other_work for phase in phases),
         "other_answers": dict(statuses),
     }
 

@@ -90,6 +90,7 @@ def _sentences(document: Mapping[str, Any]) -> Iterator[str]:
         "largest difference of an agent's bytes from an equal share; max/min: of the agents' bytes; Jain: 1 is equal"
     )
     yield "s/GB: processor seconds for 10^9 bytes, of all agents and of all processes of the pod, user and system"
+    yield "other work: share of the machine's processors that neither the agents nor the pod used meanwhile"
     for load in _loads(document).values():
         weights = " : ".join(str(weight) for weight in load["weights"])
         yield (
@@ -117,7 +118,7 @@ def _cells(document: Mapping[str, Any], load: str) -> Table:
     columns += [Column("max/min", detail=True), Column("Jain", detail=True), Column("RETRIEVE p50 us")]
     columns += [Column("p99 us"), Column("p99.9 us", detail=True), Column("p99/p50")]
     columns += [Column(name, detail=True) for name in ("STORE p99 us", "LOOKUP p99 us")]
-    columns += [Column("agent s/GB", detail=True), Column("DPU s/GB")]
+    columns += [Column("agent s/GB", detail=True), Column("DPU s/GB"), Column("other work", detail=True)]
     table = Table(f"Load: {load}", columns)
     for cell in document["cells"]:
         if cell["load"] != load:
@@ -138,6 +139,7 @@ def _cells(document: Mapping[str, Any], load: str) -> Table:
             f"{tail_ratio(cell):.1f}" if retrieve else "-",
             *(f"{latency[name]['p99']:.0f}" if latency[name] else "-" for name in ("store", "lookup")),
             *(f"{cpu[side]['median']:.2f}" for side in ("agent", "dpu")),
+            f"{cell['other_work']:.0%}",
         )
         if cell["other_answers"]:
             answers = ", ".join(f"{count} x {name}" for name, count in sorted(cell["other_answers"].items()))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ from emulator.scale.figures import Phase, cell_figures, neighbour_figures, verdi
 from emulator.scale.fleet import Fleet
 from emulator.scale.samples import measure_samples
 from emulator.scale.settings import ONE_BLOCK, ScaleSettings
-from host_agent.bench.cpu_time import DPU, CpuMeter
+from host_agent.bench.cpu_time import DPU, CpuMeter, OtherWork
 from host_agent.client import Client
 from host_agent.config import AgentSettings
 
@@ -41,6 +42,7 @@ def run_scale(base: PodSettings, settings: ScaleSettings, told: Callable[[str], 
     """
     with ExitStack() as stack:
         stack.callback(_remove_empty, base.run_dir)
+        samples = _samples(base, settings, told)
         pods: dict[int, Pod] = {}
         for workers in settings.workers:
             told(f"starting a pod of {workers} region workers")
@@ -48,8 +50,6 @@ def run_scale(base: PodSettings, settings: ScaleSettings, told: Callable[[str], 
             pod_settings = settings.pod(dataclasses.replace(base, session_ttl_s=SESSION_TTL_S), workers, run_dir)
             pods[workers] = Pod.up(pod_settings, told)
             stack.callback(pods[workers].down)
-        told("measuring the cost of the worker's work")
-        samples = _samples(pods[settings.workers[0]], settings)
         told(f"starting {settings.agent_processes} agents")
         configurations = {str(workers): pod.state.agent_config for workers, pod in pods.items()}
         mark = secrets.token_hex(16)
@@ -81,10 +81,13 @@ class _Rounds:
         meter = self._meters[workers]
         start_ns, end_ns = self._fleet.run(str(workers), loads, self._settings.phase_s)
         _sleep_until(start_ns)
-        before = meter.read_s()
+        before, other = meter.read_s(), OtherWork([meter])
         _sleep_until(end_ns)
-        cpu_s = meter.since_s(before)[DPU]
-        return Phase((end_ns - start_ns) / 1e9, self._fleet.results(len(loads)), cpu_s)
+        cpu_s, busy = meter.since_s(before)[DPU], other.share()
+        agents = self._fleet.results(len(loads))
+        seconds = (end_ns - start_ns) / 1e9
+        ours = sum(agent["all_cpu_s"] for agent in agents) / seconds / len(os.sched_getaffinity(0))
+        return Phase(seconds, agents, cpu_s, max(0.0, busy - ours))
 
 
 def list_cells(settings: ScaleSettings) -> list[Cell]:
@@ -107,10 +110,16 @@ def pod_pids(pod: Pod) -> list[int]:
     return [process.pid for process in pod.running()]
 
 
-def _samples(pod: Pod, settings: ScaleSettings) -> dict[str, Any]:
-    agent = load_file(pod.state.agent_config, AgentSettings)
-    with Client(agent) as client:
-        return measure_samples(client, agent.tenant, pod_pids(pod), settings.samples)
+def _samples(base: PodSettings, settings: ScaleSettings, told: Callable[[str], None]) -> dict[str, Any]:
+    """On a pod of its own."""
+    told("measuring the cost of a worker's work")
+    pod = Pod.up(settings.samples.pod(base, base.run_dir / "cost"), told)
+    try:
+        agent = load_file(pod.state.agent_config, AgentSettings)
+        with Client(agent) as client:
+            return measure_samples(client, agent.tenant, pod_pids(pod), settings.samples)
+    finally:
+        pod.down()
 
 
 def _report(
@@ -150,6 +159,7 @@ def _sleep_until(time_ns: int) -> None:
 def _remove_empty(directory: Path) -> None:
     with contextlib.suppress(OSError):
         directory.rmdir()
+        directory.parent.rmdir()
 
 
 def scale_run_dir(run_dir: Path) -> Path:

@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,6 +21,7 @@ import numpy as np
 import xxhash
 
 from common.errors import UnavailableError
+from common.wire import StatId
 from emulator.scale.agent import bench_record
 from emulator.scale.settings import SampleGrid
 from host_agent.bench.cpu_time import DPU, CpuMeter
@@ -85,6 +87,11 @@ class _Sampler:
             for operation in ("store", "retrieve")
             for size, batch in sizes
         }
+        colds = {
+            (size, batch): _Sample("retrieve_cold", size, batch)
+            for size, batch in sizes
+            if batch <= grid.cold_batch_max
+        }
         lookups = {batch: _Sample("lookup", 0, batch) for batch in grid.lookup_batches}
         idle: list[float] = []
         machine: dict[str, list[float]] = {"copy_s_per_byte": [], "xxh3_s_per_byte": []}
@@ -96,13 +103,15 @@ class _Sampler:
                 _time_machine(machine)
                 for size, batch in sizes if number % 2 == 0 else reversed(sizes):
                     self._move(moves, source, destination, size, batch)
+                for size in grid.block_bytes:
+                    self._cold(colds, source, destination, size)
                 self._look_up(lookups, source)
         regions = len(self._client.regions)
         return {
             "regions": regions,
             "idle_cores": self._idle,
             "machine": {**{name: min(values) for name, values in machine.items()}, "clock_mhz": clock_mhz()},
-            "rows": [sample.as_dict(regions) for sample in (*moves.values(), *lookups.values())],
+            "rows": [sample.as_dict(regions) for sample in (*moves.values(), *colds.values(), *lookups.values())],
             "wrong": self._wrong,
         }
 
@@ -126,8 +135,7 @@ class _Sampler:
 
         def fresh() -> None:
             stored.append([os.urandom(_KEY_BYTES) for _ in range(batch)])
-            for index, key in enumerate(stored[-1]):
-                self._pattern.fill(key, source.view[index * size : (index + 1) * size])
+            self._fill(source, stored[-1], size)
 
         def retrieve() -> None:
             if not self._client.retrieve(self._namespace, stored[-1], into).all_ok:
@@ -137,13 +145,64 @@ class _Sampler:
             self._time(moves["store", size, batch], store, fresh)
             destination.array(np.uint64)[: batch * size // 8 : 512] ^= np.uint64(0x5A5A5A5A5A5A5A5A)
             self._time(moves["retrieve", size, batch], retrieve)
-            for index, key in enumerate(stored[-1]):
-                offset = self._pattern.first_mismatch(key, destination.view[index * size : (index + 1) * size])
-                if offset is not None:
-                    self._wrong.append(f"block {key.hex()} of {size} bytes differs at byte {offset}")
+            self._check(destination, stored[-1], size)
         finally:
             for keys in stored:
                 self._client.delete(self._namespace, keys)
+
+    def _cold(
+        self,
+        colds: dict[tuple[int, int], _Sample],
+        source: RegisteredMemory,
+        destination: RegisteredMemory,
+        size: int,
+    ) -> None:
+        """Blocks of which the window holds a part, asked for in turn: the least recently used ones, so never there."""
+        grid = self._grid
+        batches = [batch for sized, batch in colds if sized == size]
+        step = max(batches)
+        keys = [os.urandom(_KEY_BYTES) for _ in range(grid.cold_blocks)]
+        at = 0
+
+        def retrieve(batch: int) -> None:
+            nonlocal at
+            wanted = [keys[(at + index) % len(keys)] for index in range(batch)]
+            at += batch
+            into = destination.blocks(np.arange(batch), size)
+            if not self._client.retrieve(self._namespace, wanted, into).all_ok:
+                raise UnavailableError(f"the pod lost blocks of {size} bytes")
+            last[:] = wanted
+
+        last: list[bytes] = []
+        try:
+            for start in range(0, len(keys), step):
+                part = keys[start : start + step]
+                self._fill(source, part, size)
+                spans = source.blocks(np.arange(len(part)), size)
+                if not self._client.store(self._namespace, part, spans, until_flash=True).all_ok:
+                    raise UnavailableError(f"the pod refused blocks of {size} bytes")
+            for batch in batches:
+                before = self._staged()
+                self._time(colds[size, batch], partial(retrieve, batch))
+                if self._staged() != before:
+                    raise UnavailableError("blocks that were to come from flash were staged: give the pod fewer frames")
+                self._check(destination, last, size)
+        finally:
+            for start in range(0, len(keys), step):
+                self._client.delete(self._namespace, keys[start : start + step])
+
+    def _staged(self) -> int:
+        return sum(stats.get(StatId.RETRIEVE_STAGED, 0) for stats in self._client.stat().values())
+
+    def _fill(self, memory: RegisteredMemory, keys: Sequence[bytes], size: int) -> None:
+        for index, key in enumerate(keys):
+            self._pattern.fill(key, memory.view[index * size : (index + 1) * size])
+
+    def _check(self, memory: RegisteredMemory, keys: Sequence[bytes], size: int) -> None:
+        for index, key in enumerate(keys):
+            offset = self._pattern.first_mismatch(key, memory.view[index * size : (index + 1) * size])
+            if offset is not None:
+                self._wrong.append(f"block {key.hex()} of {size} bytes differs at byte {offset}")
 
     def _look_up(self, lookups: dict[int, _Sample], source: RegisteredMemory) -> None:
         keys = [os.urandom(_KEY_BYTES) for _ in range(max(lookups))]
@@ -152,7 +211,7 @@ class _Sampler:
                 part = keys[start : start + 8]
                 self._client.store(self._namespace, part, source.spans([0] * len(part), 4096), until_flash=True)
             for batch, sample in lookups.items():
-                self._time(sample, lambda part=keys[-batch:]: self._found(part))  # type: ignore[misc]
+                self._time(sample, partial(self._found, keys[-batch:]))
         finally:
             self._client.delete(self._namespace, keys)
 

@@ -70,9 +70,31 @@ class SampleGrid:
     batches: tuple[int, ...] = (1, 4, 16, 64, 128)
     lookup_batches: tuple[int, ...] = (1, 16, 128, 512)
     bytes_max: int = 32 << 20
+    frames: int = 256
+    """Of the window. `cold_blocks` of each size are stored and asked for in turn, so that none of them is staged."""
+    cold_blocks: int = 1024
+    cold_batch_max: int = 64
     rounds: int = 3
     sample_s: float = 0.15
     """Calls of one sample go on for so long; at least two."""
+
+    def __post_init__(self) -> None:
+        if max(self.batches) > RegionSettings.dirty_fraction * self.frames or self.cold_blocks < 2 * self.frames:
+            raise UserError("the window takes the largest batch, and half the cold blocks at most")
+
+    def pod(self, base: PodSettings, run_dir: Path) -> PodSettings:
+        """`base` with one region, whose worker sleeps whenever it has nothing to do, so that what it uses is work."""
+        slot_bytes = max(self.block_bytes)
+        return dataclasses.replace(
+            base,
+            dpus=1,
+            regions=1,
+            slot_bytes=slot_bytes,
+            window_bytes=self.frames * slot_bytes,
+            capacity_bytes=(2 * self.cold_blocks + self.frames) * slot_bytes,
+            busy_poll_s=0.0,
+            run_dir=run_dir,
+        )
 
 
 @dataclass(frozen=True)
@@ -83,7 +105,7 @@ class ScaleSettings:
     agents: tuple[int, ...] = (1, 2, 4, 8)
     loads: tuple[Load, ...] = (LARGE, SMALL)
     rounds: int = 3
-    phase_s: float = 1.5
+    phase_s: float = 1.2
     """How long one load runs at a time."""
     neighbours: int = 3
     """Agents of the first load beside one that asks for single blocks; 0: not measured."""
@@ -92,7 +114,16 @@ class ScaleSettings:
     @classmethod
     def quick(cls) -> ScaleSettings:
         """In seconds, for tests and to see that it works; too little for figures."""
-        grid = SampleGrid((4 << 10, 64 << 10), (1, 8, 32), (1, 64), rounds=2, sample_s=0.02)
+        grid = SampleGrid(
+            (4 << 10, 64 << 10),
+            (1, 8, 32),
+            (1, 64),
+            frames=64,
+            cold_blocks=128,
+            cold_batch_max=8,
+            rounds=2,
+            sample_s=0.02,
+        )
         load = Load("small", 64 << 10, 8, lookup_batch=32, working_batches=3)
         return cls((1, 2), (1, 2), (load,), rounds=1, phase_s=0.3, neighbours=1, samples=grid)
 
@@ -113,9 +144,9 @@ class ScaleSettings:
 
     def pod(self, base: PodSettings, workers: int, run_dir: Path) -> PodSettings:
         """`base` with so many regions, and windows that hold all agents' working sets staged."""
-        slot_bytes = max(*(load.block_bytes for load in self.all_loads), *self.samples.block_bytes)
+        slot_bytes = max(load.block_bytes for load in self.all_loads)
         blocks = sum(load.working_blocks for load in self.all_loads) * self.agent_processes
-        share = max(_FRAMES_FACTOR * blocks, 2 * max(self.samples.batches)) / workers
+        share = _FRAMES_FACTOR * blocks / workers
         frames = math.ceil((share + _SPREAD * math.sqrt(share)) / RegionSettings.dirty_fraction) + FRAMES_MIN
         return dataclasses.replace(
             base,
