@@ -27,8 +27,9 @@ from emulator.scale.settings import SampleGrid
 from host_agent.bench.cpu_time import DPU, CpuMeter
 from host_agent.block_pattern import BlockPattern
 from host_agent.client import Client
-from host_agent.memory import RegisteredMemory
+from host_agent.memory import RegisteredMemory, Spans
 
+_STORE_TIMEOUT_S: Final = 20.0
 _IDLE_S: Final = 0.3
 _CALLS_MIN: Final = 2
 _STEP_BYTES: Final = 1 << 20
@@ -129,9 +130,7 @@ class _Sampler:
 
         def store() -> None:
             keys = stored[-1]
-            results = self._client.store(self._namespace, keys, spans, until_flash=True)
-            if not results.all_ok:
-                raise UnavailableError(f"the pod refused a batch of {batch} blocks of {size} bytes: {results}")
+            self._store(keys, spans)
 
         def fresh() -> None:
             stored.append([os.urandom(_KEY_BYTES) for _ in range(batch)])
@@ -179,8 +178,7 @@ class _Sampler:
                 part = keys[start : start + step]
                 self._fill(source, part, size)
                 spans = source.blocks(np.arange(len(part)), size)
-                if not self._client.store(self._namespace, part, spans, until_flash=True).all_ok:
-                    raise UnavailableError(f"the pod refused blocks of {size} bytes")
+                self._store(part, spans)
             for batch in batches:
                 before = self._staged()
                 self._time(colds[size, batch], partial(retrieve, batch))
@@ -190,6 +188,13 @@ class _Sampler:
         finally:
             for start in range(0, len(keys), step):
                 self._client.delete(self._namespace, keys[start : start + step])
+
+    def _store(self, keys: Sequence[bytes], spans: Spans) -> None:
+        """Until all are on flash; those that the region was too busy for are stored again. Raises UnavailableError."""
+        deadline_s = time.monotonic() + _STORE_TIMEOUT_S
+        while not (results := self._client.store(self._namespace, keys, spans, until_flash=True)).all_ok:
+            if time.monotonic() > deadline_s:
+                raise UnavailableError(f"the pod did not take {len(keys)} blocks: {results}")
 
     def _staged(self) -> int:
         return sum(stats.get(StatId.RETRIEVE_STAGED, 0) for stats in self._client.stat().values())
@@ -209,7 +214,7 @@ class _Sampler:
         try:
             for start in range(0, len(keys), 8):
                 part = keys[start : start + 8]
-                self._client.store(self._namespace, part, source.spans([0] * len(part), 4096), until_flash=True)
+                self._store(part, source.spans([0] * len(part), 4096))
             for batch, sample in lookups.items():
                 self._time(sample, partial(self._found, keys[-batch:]))
         finally:

@@ -17,6 +17,8 @@ _FRAMES_FACTOR: Final = 1.6
 """Frames of a pod, to one frame for each block that agents work with: what a STORE brings pushes out what nobody asks
 for any more, not what they do."""
 _SLOTS_PER_FRAME: Final = 3
+_SLOTS_PER_COLD_BLOCK: Final = 8
+"""Freed slots are being discarded for a while: there are others."""
 _SPREAD: Final = 4
 """Hashing gives a region its share of the blocks give or take a square root of it; so many of those fit."""
 
@@ -91,7 +93,7 @@ class SampleGrid:
             regions=1,
             slot_bytes=slot_bytes,
             window_bytes=self.frames * slot_bytes,
-            capacity_bytes=(2 * self.cold_blocks + self.frames) * slot_bytes,
+            capacity_bytes=_SLOTS_PER_COLD_BLOCK * self.cold_blocks * slot_bytes,
             busy_poll_s=0.0,
             run_dir=run_dir,
         )
