@@ -33,6 +33,7 @@ from emulator.path_profile_cli import bench_profile
 from emulator.pod import Pod
 from emulator.pod_report import pod_report, print_pod
 from emulator.pod_settings import FABRICS, PodSettings, default_run_dir
+from emulator.scale import cli as scale_cli
 from emulator.trace import TraceRecord
 from host_agent.bench.environment import read_environment
 from host_agent.bench.options import bench_options, bench_settings
@@ -297,6 +298,22 @@ def bench_latency(
 
 
 main.add_command(bench_profile)
+
+
+@main.command("bench-scale")
+@pod_options
+@scale_cli.scale_options
+@click.pass_context
+def bench_scale(ctx: click.Context, /, config_path: Path | None, **options: Any) -> None:
+    """One to eight region workers under one to eight agents: throughput, fairness, latency, processor time."""
+    of_pod = {name: options.pop(name) for name in ("fabric", "flash_driver", "eviction", "flash_dir", "run_dir")}
+    for name in ("dpus", "regions"):
+        if options.pop(name) is not None:
+            raise UserError(f"--{name}: a pod of one DPU is measured for each of --workers")
+    scale_cli.run(ctx, settings_from(config_path, of_pod), _ended_by_signals, **options)
+
+
+main.add_command(scale_cli.cost_model)
 
 
 @main.command("version")

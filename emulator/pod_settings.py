@@ -55,6 +55,8 @@ class PodSettings:
     """Of the windows' memory; 2MiB where huge pages are set up."""
     flash_driver: str = FlashSettings.driver
     eviction: str = RegionSettings.eviction
+    busy_poll_s: DurationS = RegionSettings.busy_poll_s
+    """Of the region workers; see `dpu_app.config`."""
     session_ttl_s: DurationS = 6.0
     tenant: str = "demo"
     """Whom the agents' configuration file speaks for."""
@@ -140,6 +142,7 @@ def dpu_config(settings: PodSettings, dpu: DpuEntry) -> DpuConfig:
                 page_bytes=settings.page_bytes,
                 flash=FlashSettings(driver=settings.flash_driver),
                 eviction=settings.eviction,
+                busy_poll_s=settings.busy_poll_s,
             )
             for number, path in enumerate(dpu.flash)
         ),

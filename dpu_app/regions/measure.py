@@ -90,10 +90,12 @@ def capacity_of(slots: int, slot_bytes: int) -> int:
     return capacity_bytes
 
 
-def fill_table(io: BlockingFlash, superblock: Superblock, shuffled: bool, seed: int) -> None:
-    """Write a slot table in which every entry is valid: random keys; times that rise with the slot number, or,
-    `shuffled`, in no order, as after long use."""
+def fill_table(io: BlockingFlash, superblock: Superblock, shuffled: bool, seed: int, used_fraction: float = 1.0) -> int:
+    """Write a slot table in which `used_fraction` of the entries, picked at random, are valid and the others unused:
+    random keys; times that rise with the slot number, or, `shuffled`, in no order, as after long use. The number of
+    valid entries."""
     geometry = superblock.geometry
+    valid = 0
     random = np.random.default_rng(seed)
     digests = random.integers(0, 256, (NAMESPACES, 16), np.uint8).view("V16").reshape(-1)
     step = io.request_bytes // ENTRY_BYTES
@@ -112,17 +114,23 @@ def fill_table(io: BlockingFlash, superblock: Superblock, shuffled: bool, seed: 
         used["flags"] = USED
         columns = np.ascontiguousarray(used.view("<u8").reshape(-1, WORDS).T)
         used["check"] = entry_checks(columns, slots, superblock.salt)
+        if used_fraction < 1.0:
+            used[random.random(count) >= used_fraction] = np.zeros((), ENTRY)
+        valid += int(np.count_nonzero(used["flags"]))
         io.write(geometry.page_offset(first // ENTRIES_PER_PAGE), entries.tobytes())
     io.flush()
+    return valid
 
 
-def _resident_bytes() -> int:
+def resident_bytes() -> int:
+    """Of this process."""
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[1]) * mmap.PAGESIZE
 
 
 @contextmanager
-def _opened(path: str, driver: str, memory: AnonymousMemory) -> Iterator[FlashDevice]:
+def opened(path: str, driver: str, memory: AnonymousMemory) -> Iterator[FlashDevice]:
+    """The flash of `path`, with `memory` registered."""
     flash = open_flash(path, driver)
     try:
         flash.register_memory(memory)
@@ -131,7 +139,8 @@ def _opened(path: str, driver: str, memory: AnonymousMemory) -> Iterator[FlashDe
         flash.close()
 
 
-def _read_table(flash: FlashDevice, memory: AnonymousMemory, geometry: Geometry) -> float:
+def read_table(flash: FlashDevice, memory: AnonymousMemory, geometry: Geometry) -> float:
+    """Seconds that reading the slot table takes, and nothing else. Raises EntresolError."""
     started_s = time.perf_counter()
     for block in BlockingFlash(flash, memory).read_blocks(geometry.table_offset, geometry.table_bytes):
         if block.problem is not None:
@@ -143,7 +152,7 @@ def measure(path: str, slots: int, slot_bytes: int, eviction: str, driver: str, 
     """`path` is overwritten."""
     create_flash_file(path, capacity_of(slots, slot_bytes), preallocate=False)
     memory = AnonymousMemory(SCRATCH_BYTES)
-    with _opened(path, driver, memory) as flash:
+    with opened(path, driver, memory) as flash:
         superblock = format_region(flash, memory, "measure", slot_bytes, force=True)
         fill_table(BlockingFlash(flash, memory), superblock, shuffled, seed=1)
         rounds = [_round(flash, memory, superblock.geometry, eviction) for _ in range(_ROUNDS)]
@@ -163,9 +172,9 @@ def measure(path: str, slots: int, slot_bytes: int, eviction: str, driver: str, 
 
 
 def _round(flash: FlashDevice, memory: AnonymousMemory, geometry: Geometry, eviction: str) -> Report:
-    read_s = _read_table(flash, memory, geometry)
+    read_s = read_table(flash, memory, geometry)
     gc.collect()
-    resident_bytes = _resident_bytes()
+    before_bytes = resident_bytes()
     cpu_s = time.process_time()
     started_s = time.perf_counter()
     region: OpenRegion = open_region(flash, memory, eviction, order_later_above_slots=0)
@@ -174,12 +183,12 @@ def _round(flash: FlashDevice, memory: AnonymousMemory, geometry: Geometry, evic
     if region.restore_order is not None:
         region.restore_order()
     store_s = time.perf_counter() - started_s
-    resident_bytes = _resident_bytes() - resident_bytes
+    grown_bytes = resident_bytes() - before_bytes
     if region.recovered != geometry.slots:
         raise EntresolError(f"{region.recovered} of {geometry.slots} entries recovered: {region.messages[:3]}")
     array_bytes = region.index.memory_bytes + round(region.policy.bytes_per_slot * geometry.slots)
     close_region(flash, memory, region)
-    return Report(geometry.slots, geometry.table_bytes, read_s, open_s, store_s, cpu_s, array_bytes, resident_bytes)
+    return Report(geometry.slots, geometry.table_bytes, read_s, open_s, store_s, cpu_s, array_bytes, grown_bytes)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,0 +1,150 @@
+"""`entresol-emu bench-scale` and `cost-model`: options into settings, reports into files and tables."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from common import units
+from common.errors import UserError
+from emulator.pod_settings import PodSettings
+from emulator.scale.cost_model import Assumptions
+from emulator.scale.cost_report import BATCHES, BLOCK_BYTES, as_dict, cost_tables, samples_of
+from emulator.scale.report import load_report, print_report, with_head, write_report
+from emulator.scale.run import run_scale, scale_run_dir
+from emulator.scale.settings import ScaleSettings
+from host_agent.bench.environment import read_environment
+
+
+class _Counts(click.ParamType):  # type: ignore[type-arg]
+    name = "numbers"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            return tuple(int(part) for part in value.split(","))
+        except ValueError:
+            self.fail(f"{value!r} is not numbers with commas between, such as 1,2,4,8", param, ctx)
+
+
+COUNTS = _Counts()
+
+
+def scale_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Those of `bench-scale` that are not a pod's."""
+    for option in (
+        click.option("--quick", is_flag=True, help="Seconds: to see that it works, not for figures."),
+        click.option("--workers", type=COUNTS, help="Region workers, a pod each.  [default: 1,2,4,8]"),
+        click.option("--agents", type=COUNTS, help="Agent processes.  [default: 1,2,4,8]"),
+        click.option("--rounds", type=click.IntRange(1), help="Figures are medians of so many."),
+        click.option("--phase", "phase_s", type=float, help="Seconds that each load runs at a time."),
+        click.option("--report", type=click.Path(file_okay=False, path_type=Path), help="Write scale.json, scale.md."),
+        click.option("--json", "as_json", is_flag=True, help="For scripts."),
+    ):
+        function = option(function)
+    return function
+
+
+def run(
+    ctx: click.Context,
+    base: PodSettings,
+    ended_by_signals: Callable[[], contextlib.AbstractContextManager[None]],
+    quick: bool,
+    report: Path | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Measure, print, write. Exit code 1 where bytes were wrong; goals that are missed stand in the report."""
+    settings = ScaleSettings.quick() if quick else ScaleSettings()
+    given = {name: value for name, value in options.items() if value is not None}
+    settings = dataclasses.replace(settings, **given)
+    if report is not None and report.exists() and not report.is_dir():
+        raise UserError(f"{report} is not a directory")
+    read = read_environment()
+    base = dataclasses.replace(base, run_dir=scale_run_dir(base.run_dir))
+    notes = Console(stderr=True)
+    with ended_by_signals(), notes.status("starting") as line:
+        document = with_head(run_scale(base, settings, line.update), read)
+    if report is not None:
+        for path in write_report(document, report):
+            notes.print(f"written: {path}", highlight=False, soft_wrap=True)
+    if as_json:
+        json.dump(document, sys.stdout, indent=1)
+        click.echo()
+    else:
+        print_report(document, Console())
+    if document["wrong"]:
+        click.echo("entresol-emu: blocks came back with wrong bytes", err=True)
+        ctx.exit(1)
+
+
+class _Sizes(click.ParamType):  # type: ignore[type-arg]
+    name = "sizes"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            return tuple(units.parse_size(part) for part in value.split(","))
+        except units.UnitError as error:
+            self.fail(str(error), param, ctx)
+
+
+def assumption_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """An option for each of `Assumptions`."""
+    for item in reversed(dataclasses.fields(Assumptions)):
+        text = f"{item.metadata['unit']}: {item.metadata['source']}.  [default: {item.default:g}]"
+        function = click.option("--" + item.name.replace("_", "-"), type=float, help=text)(function)
+    return function
+
+
+@click.command("cost-model")
+@click.option(
+    "--report",
+    "reports",
+    type=click.Path(dir_okay=False, path_type=Path),
+    multiple=True,
+    required=True,
+    help="scale.json of bench-scale; several are fitted together.",
+)
+@click.option("--block", "block_bytes", type=_Sizes(), default=BLOCK_BYTES, help="Sizes, such as 64KiB,1MiB.")
+@click.option("--batch", "batches", type=COUNTS, default=BATCHES, help="Blocks a capsule, such as 1,16,128.")
+@assumption_options
+@click.option("--json", "as_json", is_flag=True, help="For scripts.")
+@click.option("--markdown", "as_markdown", is_flag=True, help="For documents.")
+def cost_model(
+    reports: tuple[Path, ...],
+    block_bytes: tuple[int, ...],
+    batches: tuple[int, ...],
+    as_json: bool,
+    as_markdown: bool,
+    **given: float | None,
+) -> None:
+    """What a BlueField-4 would need for the work measured by bench-scale: cores at line rate, and every assumption.
+
+    An extrapolation from the emulator, not a measurement: each assumption is an option.
+    """
+    if min(block_bytes) < 1 or min(batches) < 1:
+        raise UserError("block sizes and batches are above 0")
+    documents = [load_report(path) for path in reports]
+    samples = samples_of(documents)
+    assumed = Assumptions(**{name: value for name, value in given.items() if value is not None})
+    if as_json:
+        json.dump(as_dict(samples, assumed, block_bytes, batches), sys.stdout, indent=1)
+        click.echo()
+        return
+    tables = cost_tables(samples, assumed, block_bytes, batches)
+    if as_markdown:
+        click.echo("\n".join(table.markdown(3) for table in tables))
+        return
+    for table in tables:
+        table.print(Console())
