@@ -345,9 +345,10 @@ class QueuePair(Endpoint):
         """Check a batch and take its slots; raises with nothing posted."""
         if self.state is not _READY:
             raise self._not_ready("ibv_post_send")
-        if self._send_used + len(requests) > self.limits.max_send_wr:
-            raise ShimError(errno.ENOMEM, "ibv_post_send", f"the queue has {self.limits.max_send_wr} slots")
         most = self.limits.max_sge
+        used = self._send_used
+        self._take_send_slots(len(requests))
+        self._send_used = used
         for _, opcode, sges, _, _, _ in requests:
             if len(sges) > most:
                 raise ShimError(errno.EINVAL, "ibv_post_send", f"{len(sges)} elements; the queue takes {most}")
@@ -389,6 +390,12 @@ class QueuePair(Endpoint):
             batch.append(_new(SendRequest, (wr_id, opcode, (sge,), remote, rkey, part)))
         batch[-1] = batch[-1]._replace(flags=SendFlags(flags & _SIGNALED | _BATCH | _BATCH_END))
         return batch
+
+    def _take_send_slots(self, count: int) -> None:
+        """Raises ShimError ENOMEM where there are not as many."""
+        if self._send_used + count > self.limits.max_send_wr:
+            raise ShimError(errno.ENOMEM, "ibv_post_send", f"the queue has {self.limits.max_send_wr} slots")
+        self._send_used += count
 
     def _not_ready(self, operation: str) -> ShimError:
         return ShimError(errno.ENOTCONN, operation, f"the connection to {self.peer} is {self.state.name}")

@@ -1,19 +1,20 @@
-"""A connection of emu-shm: SEND by a socket, READ and WRITE by the initiator's own copy, in `post_send`.
+"""A connection of emu-shm: SEND by a ring in shared memory, READ and WRITE by the initiator's own copy, when posted.
 
-There are no threads. `fileno` is an epoll descriptor over the socket (messages, and the peer's end), an event
-(completions made by `post_send`, and the peer's receives after a wait), and a timer while a SEND waits.
+There are no threads. `fileno` is an epoll descriptor over the socket (large messages, and the peer's end), an event
+(completions made by posting, messages in the ring, and the peer's receives after a wait), and a timer while a SEND
+waits. The event is set while the owner is busy and cleared by the plain poll that finds nothing, so that neither side
+makes a system call for a message to an owner that polls.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import select
 import socket
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from doca_shims.api import (
     Completion,
@@ -21,20 +22,22 @@ from doca_shims.api import (
     Opcode,
     QueueLimits,
     RecvRequest,
+    SendFlags,
     SendRequest,
-    Sge,
     ShimError,
     WcStatus,
 )
-from emulator.fabric_core import MAX_MESSAGE_BYTES, QueuePair, Timeouts
+from emulator import fabric_shm_pages
+from emulator.fabric_core import QueuePair, Timeouts
 from emulator.fabric_shm_initiator import Initiator
+from emulator.fabric_shm_messages import ENDED, NO_MEMORY, NOT_YET, TOO_LONG, Messages
 from emulator.fabric_shm_pages import (
+    ARMED,
     CLOSED,
     POSTED,
     POSTED_SIZES,
     RING_SLOTS,
     SENT,
-    SENT_SIZES,
     WAITING,
     ControlPage,
     RegionTable,
@@ -48,11 +51,14 @@ if TYPE_CHECKING:
 
 _U32 = 0xFFFFFFFF
 _LOOK_EVERY_S = 0.01
-_BUFFERS_MAX = 4096
-_MSG_TRUNC = int(socket.MSG_TRUNC)
+_LOOK_EVERY = 256
+"""Polls with nothing to return and without arming, of which one makes a system call to see whether the peer lives."""
 _SEND = Opcode.SEND
 _RDMA_READ = Opcode.RDMA_READ
+_RDMA = (Opcode.RDMA_WRITE, Opcode.RDMA_READ)
+_SIGNALED = SendFlags.SIGNALED
 _SUCCESS = WcStatus.SUCCESS
+_BAD_RECEIVES = {TOO_LONG: WcStatus.LOC_LEN_ERR, NO_MEMORY: WcStatus.LOC_PROT_ERR}
 _READY = ConnectionState.READY
 _CLOSED_STATE = ConnectionState.CLOSED
 
@@ -73,16 +79,18 @@ class ShmConnection(QueuePair):
         self._epoll = select.epoll()
         self._epoll.register(self._event, select.EPOLLIN)
         self._timer: Timer | None = None
-        self._signalled = False
+        self._armed = True  # the descriptor tells of everything
+        self._own[ARMED] = 1
+        self._told = False  # the event is set, for completions of our own
+        self._watched = False  # the event may be set, for receives of the peer
+        self._glances = 0
         self._attached = False
-        self._received = 0
-        self._sent = 0
+        self._channel: Any = None
+        self._messages: Messages
         self._sends: list[SendRequest] = []  # waiting for a receive of the peer, or for room in the socket
         self._deadline_s = 0.0
         self._look_due_s = 0.0
         self._was_empty = False
-        self._awaits_room = False
-        self._buffers: dict[tuple[int, int], ctypes.Array[ctypes.c_char]] = {}
         pd.connections.add(self)
 
     # ---------------------------------------------------------------------------------------- setting up
@@ -112,7 +120,13 @@ class ShmConnection(QueuePair):
         self._page_fd = -1
         self._theirs = self._peer_page.words
         self._live = self._process
-        self._initiator = Initiator(self._domain, self._peer_page, self._table, self._process)
+        if self._domain.native_regions is not None:
+            pages = (self._page.address, self._peer_page.address, self._table.address)
+            self._channel = fabric_shm_pages.NATIVE.Channel(self._domain.native_regions, *pages, self._peer_event)
+        self._initiator = Initiator(self._domain, self._peer_page, self._table, self._process, self._channel)
+        self._messages = Messages(
+            self._domain, (self._page, self._peer_page), self._socket, self._peer_event, self._channel
+        )
         self.private_data = private_data
         self.peer = f"process {pid}"
         self._socket.setblocking(False)
@@ -151,9 +165,30 @@ class ShmConnection(QueuePair):
             self._sends.extend(requests)
             return
         self._execute(requests)
-        if self._cq and not self._signalled:
-            self._signalled = True
-            os.eventfd_write(self._event, 1)
+        if self._cq and self._armed and not self._told:
+            self._tell()
+
+    def post_rdma(
+        self, wr_id: int, opcode: Opcode, requests: bytes | bytearray | memoryview, flags: SendFlags = _SIGNALED
+    ) -> None:
+        count = 0
+        if self._channel is not None and not self._sends and self.state is _READY and opcode in _RDMA:
+            count = self._channel.count(requests)
+        if count == 0:
+            super().post_rdma(wr_id, opcode, requests, flags)
+            return
+        self._take_send_slots(count)
+        self._silent += count - 1
+        status = self._initiator.run(requests, count, opcode is _RDMA_READ)
+        self._complete_send(wr_id, opcode, flags, status)
+        if status is not _SUCCESS:
+            self._fail()
+        if self._cq and self._armed and not self._told:
+            self._tell()
+
+    def _tell(self) -> None:
+        self._told = True
+        os.eventfd_write(self._event, 1)
 
     def _execute(self, requests: Sequence[SendRequest]) -> None:
         """Carry out sends in order, until one must wait or fails."""
@@ -162,7 +197,7 @@ class ShmConnection(QueuePair):
             wr_id, opcode, sges, remote_address, rkey, flags = request
             byte_count = 0
             if opcode == _SEND:
-                waited_for = self._send(sges)
+                waited_for = self._messages.send(sges)
                 if waited_for is None:
                     self._sends = list(requests[index:])
                     self._wait()
@@ -177,61 +212,11 @@ class ShmConnection(QueuePair):
                 return
         self._sends = []
 
-    # --------------------------------------------------------------------------------------------- SEND
-
-    def _send(self, sges: tuple[Sge, ...]) -> WcStatus | None:
-        """Put one message into the socket. None: it cannot go yet."""
-        by_lkey = self.pd.by_lkey
-        length = 0
-        for address, size, lkey in sges:
-            region = by_lkey.get(lkey)
-            if region is None or address < region.address or size < 0 or address + size > region.end:
-                return WcStatus.LOC_PROT_ERR
-            length += size
-        if length > MAX_MESSAGE_BYTES:
-            return WcStatus.LOC_LEN_ERR
-        theirs = self._theirs
-        if theirs[CLOSED]:
-            return WcStatus.WR_FLUSH_ERR
-        sent = self._sent
-        self._awaits_room = False
-        if theirs[POSTED] == sent:
-            return None
-        slot = sent % RING_SLOTS
-        too_long = length > theirs[POSTED_SIZES + slot]
-        theirs[SENT_SIZES + slot] = length
-        theirs[SENT] = (sent + 1) & _U32
-        try:
-            if length and len(sges) == 1:
-                self._socket.send(self._buffer(sges[0][0], length))
-            else:
-                # An empty message would look like the end of the stream, so it travels as one byte.
-                parts = [self._buffer(address, size) for address, size, _ in sges if size]
-                self._socket.sendmsg(parts or [b"\0"])
-        except BlockingIOError:
-            theirs[SENT] = sent
-            self._awaits_room = True
-            return None
-        except OSError:
-            theirs[SENT] = sent
-            return WcStatus.WR_FLUSH_ERR
-        self._sent = (sent + 1) & _U32
-        return WcStatus.REM_INV_REQ_ERR if too_long else _SUCCESS
-
-    def _buffer(self, address: int, length: int) -> ctypes.Array[ctypes.c_char]:
-        """The bytes there, as the socket module wants them. Messages come from and go to the same few places, and
-        making such an object costs more than finding it; it holds an address only, checked before every use."""
-        key = (address, length)
-        buffer = self._buffers.get(key)
-        if buffer is None:
-            if len(self._buffers) >= _BUFFERS_MAX:
-                self._buffers.clear()
-            buffer = self._buffers[key] = (ctypes.c_char * length).from_address(address)
-        return buffer
+    # ------------------------------------------------------------------------------------------- waiting
 
     def _wait(self) -> None:
         """The first of `_sends` cannot go yet: be woken when it can, or when its time is over."""
-        timeout_s = self._timeouts.transport_s if self._awaits_room else self._timeouts.rnr_s
+        timeout_s = self._timeouts.transport_s if self._messages.awaits_room else self._timeouts.rnr_s
         self._deadline_s = time.monotonic() + timeout_s
         if self._timer is None:
             self._timer = Timer()
@@ -240,12 +225,13 @@ class ShmConnection(QueuePair):
         self._watch()
 
     def _watch(self) -> None:
-        room = select.EPOLLOUT if self._awaits_room else 0
+        room = select.EPOLLOUT if self._messages.awaits_room else 0
         self._epoll.modify(self._socket, select.EPOLLIN | select.EPOLLRDHUP | room)
-        if not self._awaits_room:
+        if not self._messages.awaits_room:
+            self._watched = True
             self._theirs[WAITING] = 1
             fence()
-            if self._theirs[POSTED] != self._sent:
+            if self._theirs[POSTED] != self._messages.sent:
                 # Posted between the look and the flag: nobody will ring, so ring ourselves.
                 os.eventfd_write(self._event, 1)
 
@@ -264,83 +250,98 @@ class ShmConnection(QueuePair):
         if remaining_s > 0 and self._timer is not None:
             self._timer.set(remaining_s)
             return
-        lost = WcStatus.RETRY_EXC_ERR if self._awaits_room else WcStatus.RNR_RETRY_EXC_ERR
+        lost = WcStatus.RETRY_EXC_ERR if self._messages.awaits_room else WcStatus.RNR_RETRY_EXC_ERR
         self._refuse_send(self._sends.pop(0), lost)
         self._fail()
 
     # ------------------------------------------------------------------------------------------ polling
 
     def poll(self, max_completions: int = 256, arm: bool = True) -> list[Completion]:
-        del arm  # every poll leaves the descriptor telling
-        state = self.state
-        if state is _CLOSED_STATE:
-            return []
         queue = self._cq
-        if state is _READY:
+        if self.state is _READY:
+            if self._own[SENT] != self._messages.received:
+                self._receive(max_completions - len(queue))
             if self._sends:
                 self._resume()
-            if self._own[SENT] != self._received:
-                self._receive(max_completions - len(queue))
-        now_s = time.monotonic()
-        # The first empty poll after a full one does not look: whatever is there keeps the descriptor readable.
-        # Writing into a dead process's memfd succeeds, so a busy initiator too must look now and then.
-        if now_s > self._look_due_s or (not queue and (self._was_empty or self._sends)):
-            self._look_due_s = now_s + _LOOK_EVERY_S
-            self._look()
-        if not queue:
-            self._was_empty = True
+        elif self.state is _CLOSED_STATE:
             return []
+        if not queue:
+            if arm:
+                self._arm()
+            else:
+                self._glance()
+            if not queue:
+                return []
+        elif time.monotonic() > self._look_due_s:
+            # Writing into a dead process's memfd succeeds, so a busy initiator too must look now and then.
+            self._look()
         self._was_empty = False
-        reaped = self._reap(max_completions)
-        if self._signalled and not queue:
-            self._signalled = False
+        return self._reap(max_completions)
+
+    def _arm(self) -> None:
+        """Nothing is there: let the descriptor tell from now on, and look once more at what came meanwhile."""
+        own = self._own
+        rung = self._told or self._watched or not self._armed or not own[ARMED]
+        if self._was_empty or self._sends:
+            # The first empty poll after a full one does not: whatever else is there keeps the descriptor readable.
+            rung |= self._look()
+        if rung and not self._cq:
+            self._told = self._watched = False
             self._clear_event()
-        return reaped
+            self._armed = True
+            own[ARMED] = 1
+            fence()
+            if self.state is _READY and own[SENT] != self._messages.received:
+                self._receive(self.limits.max_recv_wr)
+            if self._sends and self.state is _READY:
+                self._watched = True
+                self._resume()
+        self._was_empty = True
+
+    def _glance(self) -> None:
+        """Nothing is there, and the owner looks again soon: no need to be rung for."""
+        if self._armed:
+            self._armed = False
+            self._own[ARMED] = 0
+        self._glances += 1
+        if self._glances % _LOOK_EVERY == 0:
+            self._look()
 
     def _receive(self, count: int) -> None:
         """Take up to `count` messages into posted receives."""
         own = self._own
         recvs = self._recvs
-        received = self._received
-        while recvs and count > 0 and own[SENT] != received:
-            wr_id, (address, length, lkey) = recvs[0]
-            is_empty = own[SENT_SIZES + received % RING_SLOTS] == 0
-            known = lkey in self.pd.by_lkey  # it was when this was posted
-            buffer = self._buffer(address, length) if known and length and not is_empty else bytearray(1)
-            try:
-                size = self._socket.recv_into(buffer, 0, _MSG_TRUNC)
-            except BlockingIOError:
+        messages = self._messages
+        while recvs and count > 0 and own[SENT] != messages.received:
+            wr_id, sge = recvs[0]
+            size = messages.receive(sge)
+            if size >= 0:
+                recvs.popleft()
+                self._complete_recv(wr_id, _SUCCESS, size)
+                count -= 1
+                continue
+            if size == NOT_YET:
                 return
-            except ConnectionResetError:
-                continue  # the peer is gone; what it had sent before is still here
-            except OSError:
-                size = 0
-            if size == 0:
-                self._fail()
-                return
-            if is_empty:
-                size = 0
-            self._received = received = (received + 1) & _U32
-            count -= 1
-            recvs.popleft()
-            if size > length or not known:
-                self._complete_recv(wr_id, WcStatus.LOC_LEN_ERR if known else WcStatus.LOC_PROT_ERR)
-                self._fail()
-                return
-            self._complete_recv(wr_id, _SUCCESS, size)
+            if size != ENDED:
+                recvs.popleft()
+                self._complete_recv(wr_id, _BAD_RECEIVES[size])
+            self._fail()
+            return
 
-    def _look(self) -> None:
-        """Nothing is at hand: look at what woke us."""
+    def _look(self) -> bool:
+        """Nothing is at hand: look at what woke us. Whether the event is set."""
+        self._look_due_s = time.monotonic() + _LOOK_EVERY_S
+        rung = False
         for descriptor, _ in self._epoll.poll(0):
             if descriptor == self._event:
-                if not self._signalled:
-                    self._clear_event()  # the peer rang; completions of our own are cleared when they are polled
+                rung = True
             elif self._timer is not None and descriptor == self._timer.fd:
                 self._timer.clear()
             elif self.state == ConnectionState.READY:
                 self._look_at_socket()
         if self._sends and self.state == ConnectionState.READY:
             self._resume()
+        return rung
 
     def _look_at_socket(self) -> None:
         self._receive(self.limits.max_recv_wr)
@@ -396,6 +397,8 @@ class ShmConnection(QueuePair):
         self._recvs.clear()
         self._cq.clear()
         self._sends = []
+        if self._channel is not None:
+            self._channel.detach()
         self._epoll.close()
         self._socket.close()
         if self._timer is not None:

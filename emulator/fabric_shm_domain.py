@@ -36,6 +36,8 @@ class ShmDomain(Domain):
         super().__init__(device)
         self.table_fd = RegionTable.create()
         self._table = RegionTable(self.table_fd)
+        self.native_regions = None if pages.NATIVE is None else pages.NATIVE.Regions()
+        """The regions by lkey, for native code; the same as `by_lkey`."""
         self._slots: dict[int, int] = {}
         self._free = list(range(pages.TABLE_SLOTS - 1, -1, -1))
 
@@ -51,9 +53,13 @@ class ShmDomain(Domain):
             row = RegionRow(region.address, region.length_bytes, access, fd, memory.inode, memory.address)
             kind = pages.SHARED
         self._slots[region.rkey] = slot
+        if self.native_regions is not None:
+            self.native_regions.add(region.lkey, region.address, region.length_bytes, region.can_write)
         self._table.publish(slot, region.rkey, kind, row)
 
     def _revoke(self, region: Region) -> None:
+        if self.native_regions is not None:
+            self.native_regions.remove(region.lkey)
         slot = self._slots.pop(region.rkey)
         self._table.mark(slot, pages.REVOKED)
         try:

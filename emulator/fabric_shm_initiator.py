@@ -9,9 +9,9 @@ from __future__ import annotations
 import ctypes
 import errno
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from doca_shims.api import Access, Sge, WcStatus
+from doca_shims.api import RDMA_REQUEST, Access, Sge, WcStatus
 from emulator.fabric_core import MAX_SGE, MAX_TRANSFER_BYTES, Domain
 from emulator.fabric_shm_pages import (
     BASE,
@@ -38,6 +38,8 @@ _SUSPENSION_LIMIT_S = 1.0
 """A peer that takes memory back from another one copies at most one transfer meanwhile."""
 _PAUSE_S = 50e-6
 
+_U32 = 0xFFFFFFFF
+_U64 = 0xFFFFFFFFFFFFFFFF
 _SUCCESS = WcStatus.SUCCESS
 _SHORT_COPY_BYTES = 1 << 18
 _memmove = ctypes.memmove
@@ -63,7 +65,10 @@ class _Remote(NamedTuple):
 class Initiator:
     """Copies between this side's regions and the peer's. Owns none of what it is given."""
 
-    def __init__(self, domain: Domain, page: ControlPage, table: RegionTable, process: Peer) -> None:
+    def __init__(
+        self, domain: Domain, page: ControlPage, table: RegionTable, process: Peer, channel: Any = None
+    ) -> None:
+        self._channel = channel
         self._by_lkey = domain.by_lkey
         self._theirs = page.words
         self._target = page.quads
@@ -74,6 +79,19 @@ class Initiator:
         self._remotes: dict[int, _Remote] = {}
         self._iovecs = (ctypes.c_uint64 * (2 * MAX_SGE))()
         self._iovecs_address = ctypes.addressof(self._iovecs)
+
+    def run(self, requests: bytes | bytearray | memoryview, count: int, read: bool) -> WcStatus:
+        """Carry out `count` packed RDMA_REQUESTs in order, by native code as far as that goes: SUCCESS, or why the
+        first that failed did."""
+        done: int = self._channel.transfer(requests, 0, not read)
+        while done < count:
+            fields = RDMA_REQUEST.unpack_from(requests, done * RDMA_REQUEST.size)
+            local, start, length, lkey, rkey, _ = fields
+            status, _ = self.transfer((Sge(local, length, lkey),), start, rkey, read)
+            if status is not _SUCCESS:
+                return status
+            done = self._channel.transfer(requests, done + 1, not read)
+        return _SUCCESS
 
     def transfer(self, sges: tuple[Sge, ...], start: int, rkey: int, read: bool) -> tuple[WcStatus, int]:
         """Carry out one READ or WRITE: its status, and the bytes moved."""
@@ -181,9 +199,18 @@ class Initiator:
         delta = None
         if word & KIND_MASK == SHARED:
             mapped = self._process.map_memory(row, self._table.live_inodes)
+            if self._process.unmapped:
+                # Whatever pointed there must not be used again, even if the peer makes its old word valid.
+                self._process.unmapped = False
+                self._remotes.clear()
+                if self._channel is not None:
+                    self._channel.forget()
             delta = None if mapped is None else mapped - row.memory_address
         readable = bool(row.access & Access.REMOTE_READ)
         writable = bool(row.access & Access.REMOTE_WRITE)
-        remote = _Remote(slot, word, row.address, row.address + row.length_bytes, readable, writable, delta)
+        end = row.address + row.length_bytes
+        remote = _Remote(slot, word, row.address, end, readable, writable, delta)
         self._remotes[rkey] = remote
+        if self._channel is not None and delta is not None:
+            self._channel.learn(rkey, slot, word, row.address, end, row.access & _U32, delta & _U64)
         return remote

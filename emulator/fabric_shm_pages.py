@@ -1,8 +1,9 @@
 """The shared pages of emu-shm: one control page per direction of a connection, one region table per domain.
 
-A control page belongs to the side whose memory is reached through it. Its owner writes CLOSED, POSTED and the
-sizes of posted receives; the peer writes the rest, above all BUSY, which says that it may be copying. Owner and
-initiator follow Dekker's scheme, so that no byte lands after the owner has revoked a region or closed:
+A control page belongs to the side whose memory is reached through it. Its owner writes CLOSED, POSTED, RECEIVED and
+the sizes of posted receives; the peer writes the rest, above all BUSY, which says that it may be copying, and the ring
+of messages. Owner and initiator follow Dekker's scheme, so that no byte lands after the owner has revoked a region or
+closed; so do a sender and an owner that is about to sleep, by SENT and ARMED:
 
     initiator: publish the range; BUSY = kind; fence; check CLOSED and the region's word; copy; BUSY = 0
     owner:     clear the region's word (or set CLOSED); fence; wait until BUSY is 0, or take measures
@@ -16,32 +17,46 @@ import ctypes
 import errno
 import os
 import threading
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from common.native import load
 from doca_shims.api import ShimError
 from emulator.fabric_memory import create_memfd, is_sealed, map_shared, unmap
 
-# Indices of 32-bit words in a control page.
+# Indices of 32-bit words in a control page, a cache line apart where another process writes them.
 MAGIC = 0
 CLOSED = 1
 POSTED = 2
 """Receives posted since the start, modulo 2^32."""
-SENT = 3
-"""Messages sent by the peer since the start, modulo 2^32. Ahead of the socket, never behind it."""
-WAITING = 4
-"""The peer has a SEND and no receive to send it to; the owner rings its event when it posts one."""
+RECEIVED = 3
+"""Messages taken since the start, modulo 2^32. The owner writes it when it has copied one out of the ring."""
 BUSY = 16
 TARGET = 17
 """The rkey of the transfer that BUSY, BASE and LENGTH are about. The peer writes BUSY last."""
+SENT = 32
+"""Messages sent by the peer since the start, modulo 2^32: behind a message's bytes in the ring, ahead of those in the
+socket."""
+WAITING = 33
+"""The peer has a SEND and no receive to send it to; the owner rings its event when it posts one."""
+ARMED = 48
+"""The owner may be asleep: whoever sends a message by the ring takes this back to 0 and rings the owner's event."""
 POSTED_SIZES = 64
-SENT_SIZES = POSTED_SIZES + 1024
 RING_SLOTS = 1024
-"""Sizes of posted receives and of sent messages, by their number modulo this."""
+"""Sizes of posted receives, by their number modulo this; and slots of sent messages, likewise."""
 
 # Indices of 64-bit words. The two are the `struct iovec` that process_vm_readv/writev reads as the remote one.
 BASE = 9
 LENGTH = 10
 IOVEC_OFFSET_BYTES = BASE * 8
+SLOTS = 640
+"""A message: its place in the ring << 32 | its size in bytes."""
+IN_SOCKET = 0xFFFFFFFF
+"""The place of a message that is not in the ring."""
+
+RING_OFFSET_BYTES = 16384
+RING_BYTES = 131072
+"""Messages are put behind one another, and from the start again whenever the owner has taken them all; where there is
+no room they go by the socket. So a ping-pong stays in the same few cache lines."""
 
 IDLE = 0
 WRITING = 1
@@ -52,7 +67,7 @@ IN_KERNEL = 3
 """process_vm_readv or process_vm_writev on the range at BASE, LENGTH."""
 
 _PAGE_MAGIC = 0x454E5450
-_PAGE_BYTES = 3 * 4096
+_PAGE_BYTES = RING_OFFSET_BYTES + RING_BYTES
 
 REVOKED = 0
 GIVEN = 1 << 32
@@ -80,6 +95,24 @@ def fence() -> None:
     x86 keeps a later load from passing an earlier store."""
     _lock.acquire()
     _lock.release()
+
+
+LAYOUT = (CLOSED, POSTED, RECEIVED, BUSY, TARGET, SENT, ARMED, POSTED_SIZES, RING_SLOTS, BASE, LENGTH, SLOTS) + (
+    IN_SOCKET,
+    RING_OFFSET_BYTES,
+    RING_BYTES,
+    WRITING,
+    READING,
+    TABLE_SLOTS,
+    WORDS,
+)
+"""What native code must have been built with."""
+NATIVE: Any = load("emulator._shm_channel")
+"""The module, or None: then everything is done in Python."""
+if NATIVE is not None and NATIVE.LAYOUT != LAYOUT:
+    NATIVE = None  # it was built from another version
+if NATIVE is not None:
+    fence = NATIVE.fence
 
 
 class _SharedPages:
@@ -116,6 +149,7 @@ class ControlPage(_SharedPages):
     def __init__(self, fd: int) -> None:
         super().__init__(fd, _PAGE_BYTES, _PAGE_MAGIC)
         self.iovec_address = self.address + IOVEC_OFFSET_BYTES
+        self.ring_address = self.address + RING_OFFSET_BYTES
 
     @staticmethod
     def create() -> int:

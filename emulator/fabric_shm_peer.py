@@ -43,6 +43,8 @@ class Peer:
         self._exit = select.poll()
         self._exit.register(self._pidfd, select.POLLIN)
         self._mappings: dict[int, tuple[int, int] | None] = {}  # by inode: address, length
+        self.unmapped = False
+        """Some mapping has been removed; whoever has kept an address in it resets this."""
 
     def is_alive(self) -> bool:
         """False from the moment it exits, before its process id can be used again."""
@@ -70,7 +72,12 @@ class Peer:
                 self._unmap(inode)
             self._mappings[row.inode] = self._open(row)
         mapping = self._mappings[row.inode]
-        return None if mapping is None else mapping[0]
+        if mapping is None:
+            return None
+        address, length_bytes = mapping
+        # The row is the peer's word, for this region as for the one that the memfd was first opened for.
+        start = row.address - row.memory_address
+        return address if start >= 0 and start + row.length_bytes <= length_bytes else None
 
     def _open(self, row: RegionRow) -> tuple[int, int] | None:
         try:
@@ -80,8 +87,7 @@ class Peer:
             return None
         try:
             status = os.fstat(fd)
-            end = row.address + row.length_bytes - row.memory_address
-            if status.st_ino != row.inode or not is_sealed(fd) or not row.length_bytes <= end <= status.st_size:
+            if status.st_ino != row.inode or not is_sealed(fd):
                 return None
             return map_shared(fd, status.st_size), status.st_size
         except OSError as error:
@@ -98,4 +104,5 @@ class Peer:
     def _unmap(self, inode: int) -> None:
         mapping = self._mappings.pop(inode)
         if mapping is not None:
+            self.unmapped = True
             unmap(*mapping)

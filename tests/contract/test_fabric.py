@@ -14,13 +14,19 @@ from doca_shims import contract
 from doca_shims.api import WcStatus
 from doca_shims.contract_harness import Pair, collect, statuses
 from doca_shims.registry import create_fabric
+from emulator import fabric_shm_pages
 
 _OPTIONS = {"rnr_timeout_s": "0.3", "transport_timeout_s": "0.6"}
 
 
-@pytest.fixture(params=["emu-shm", "emu-tcp"])
-def harness(request: pytest.FixtureRequest, tmp_path: Path) -> contract.FabricHarness:
-    backend: str = request.param
+@pytest.fixture(params=["emu-shm native", "emu-shm python", "emu-tcp"])
+def harness(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> contract.FabricHarness:
+    backend, _, code = request.param.partition(" ")
+    if code == "native" and fabric_shm_pages.NATIVE is None:
+        pytest.skip("the native module is not built")
+    if code == "python":
+        monkeypatch.setattr(fabric_shm_pages, "NATIVE", None)
+        monkeypatch.setenv("ENTRESOL_NATIVE", "0")  # for peer processes
     numbers = iter(range(10_000))
 
     def new_address() -> str:
