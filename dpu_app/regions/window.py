@@ -115,7 +115,7 @@ class Window:
         return len(self._free)
 
     def referenced(self) -> int:
-        return sum(1 for count in self.references if count)
+        return int(np.count_nonzero(np.frombuffer(self.references, np.uint32)))
 
     def block_state(self, slot: int) -> int:
         """BlockState of a block of the region."""
