@@ -279,8 +279,9 @@ class RegionEngine:
 
     def _expire(self, batch: Batch) -> None:
         if batch.op is Op.PREFETCH:
+            started = self._load_path.started(batch)
             for entry in batch.open_entries():
-                batch.resolve(entry, Status.LATE if self._load_path.started(batch, entry) else Status.DROPPED)
+                batch.resolve(entry, Status.LATE if entry in started else Status.DROPPED)
         batch.close(Status.DEADLINE)
 
     def _cancel(self, batch: Batch) -> None:
@@ -333,6 +334,11 @@ class RegionEngine:
         """Free, holding a block, on their way in, or being cleared: always all of them."""
         catalogue = self._context.catalogue
         return catalogue.index.free + catalogue.index.used + self._store_path.incoming + catalogue.slots_in_transit
+
+    @property
+    def blocks_under_way(self) -> int:
+        """On their way in, to flash or from it."""
+        return self._store_path.incoming + len(self._context.catalogue.unflushed) + self._load_path.loads
 
     def drain(self) -> None:
         """No new stores; everything staged goes to flash. Watch `drained`."""

@@ -127,3 +127,19 @@ def test_a_namespace_that_a_session_still_has_is_not_taken_back() -> None:
     index.take_back_namespaces(world.engine._namespaces._opened)
     assert index.find_namespace(b"b" * 16) >= 0
     assert index.find_namespace(b"c" * 16) < 0
+
+
+def test_a_late_prefetch_asks_once_what_flash_has_begun() -> None:
+    work = []
+    for count in (10, 40):
+        world = World(slots=200, frames=64)
+        keys = [key(i) for i in range(120)]
+        for start in range(0, 120, 20):
+            world.store(keys[start : start + 20])
+            world.settle()
+        late = world.submit(Op.PREFETCH, world.block_entries(keys[:count], 0), deadline_us=1000)
+        world.clock.now_ns += 2_000_000
+        work.append(instructions(world.engine.tick))
+        world.settle()
+        assert set(statuses(world.answer(late))) == {Status.LATE}
+    assert work[1] < 6 * work[0]  # not sixteen times
