@@ -54,6 +54,7 @@ class SlotIndex:
         self.flags = np.frombuffer(self._flag_bytes, np.uint8, slots)
         self.namespace_bytes = np.zeros(NAMESPACES_MAX, np.int64)
         """Sum of lengths per namespace id."""
+        self._namespace_bytes = self.namespace_bytes.data
         self.key_hash = KeyHash(slots, self, secrets.randbits(64) if seed is None else seed)
         self._namespace_ids: dict[bytes, int] = {}
         self._namespaces_given = 0
@@ -204,7 +205,7 @@ class SlotIndex:
         self.key_hash.insert(slot, key_lo, key_hi, namespace)
         self._flag_bytes[slot] = USED
         self._used += 1
-        self.namespace_bytes[namespace] += length
+        self._namespace_bytes[namespace] += length
 
     def remove(self, slot: int) -> None:
         """Take a slot from under its key; it stays allocated. Raises ValueError if it is not inserted."""
@@ -214,7 +215,7 @@ class SlotIndex:
         self.key_hash.remove(slot, self._lo[slot], self._hi[slot], namespace)
         self._flag_bytes[slot] = RESERVED
         self._used -= 1
-        self.namespace_bytes[namespace] -= self.length_of[slot]
+        self._namespace_bytes[namespace] -= self.length_of[slot]
 
     def adopt(self, used: int, namespace_bytes: npt.NDArray[np.int64]) -> None:
         """Take over columns, flags and hash that were filled from outside: `used` slots are inserted, none is

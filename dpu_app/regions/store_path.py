@@ -7,7 +7,7 @@ answered meanwhile (deadline, cancel, gone) is discarded: its source may already
 
 from __future__ import annotations
 
-import xxhash
+from xxhash import xxh3_64_intdigest as _xxh3
 
 from common.status import BlockState, Status
 from common.wire import EntryFlags, StatId
@@ -32,12 +32,15 @@ _HAS_CHECKSUM = int(EntryFlags.HAS_CHECKSUM)
 class Incoming:
     """A value on its way into a frame."""
 
-    __slots__ = ("batch", "entry", "frame", "joined", "key", "length", "slot", "ttl_s")
+    __slots__ = ("batch", "entry", "fingerprint", "frame", "joined", "key", "length", "slot", "ttl_s")
 
-    def __init__(self, batch: Batch, entry: int, key: Key, length: int, ttl_s: int, slot: int, frame: int) -> None:
+    def __init__(
+        self, batch: Batch, entry: int, key: Key, fingerprint: int, length: int, ttl_s: int, slot: int, frame: int
+    ) -> None:
         self.batch = batch
         self.entry = entry
         self.key = key
+        self.fingerprint = fingerprint
         self.length = length
         self.ttl_s = ttl_s
         self.slot = slot
@@ -118,8 +121,10 @@ class StorePath:
         if first is not None:
             first.joined.append((batch, entry))
             return
-        length = self._length(batch, entry)
-        refusal = self._refusal(batch, key, length)
+        length = batch.rows[entry][LENGTH]
+        namespace, key_lo, key_hi = key
+        fingerprint = self._context.catalogue.index.fingerprint(key_lo, key_hi, namespace)
+        refusal = self._refusal(batch, key, fingerprint, length)
         if refusal is not None:
             self._refuse(batch, entry, refusal)
             return
@@ -139,26 +144,24 @@ class StorePath:
             return
         context.window.slot[frame] = slot
         ttl_s = batch.rows[entry][TTL_S] or context.settings.ttl_default_s
-        incoming = Incoming(batch, entry, key, length, ttl_s, slot, frame)
+        incoming = Incoming(batch, entry, key, fingerprint, length, ttl_s, slot, frame)
         self._incoming[key] = incoming
         tenant = batch.connection.session.tenant
         self._reserved[tenant] = self._reserved.get(tenant, 0) + length
         started.append(incoming)
 
-    def _refusal(self, batch: Batch, key: Key, length: int) -> Status | None:
+    def _refusal(self, batch: Batch, key: Key, fingerprint: int, length: int) -> Status | None:
         context = self._context
         if context.draining:
             return Status.DRAINING
         if context.window.unsettled >= self._dirty_max:
             return Status.BUSY
-        namespace, key_lo, key_hi = key
-        if context.catalogue.lingers(key_lo, key_hi, namespace):
+        if context.catalogue.lingers(key[1], key[2], key[0]):
             return Status.BUSY
         tenant = batch.connection.session.tenant
         limit_bytes = context.quota.limit_bytes(tenant)
         if limit_bytes and self._used_bytes(tenant) + self._reserved.get(tenant, 0) + length > limit_bytes:
             return Status.QUOTA_EXCEEDED
-        fingerprint = context.catalogue.index.fingerprint(key_lo, key_hi, namespace)
         if not context.admission.admit(fingerprint, context.clock.monotonic_ns() // NS_PER_S):
             context.stats.add(StatId.NOT_ADMITTED)
             return Status.NOT_ADMITTED
@@ -214,14 +217,13 @@ class StorePath:
         context = self._context
         batch, entry, length = incoming.batch, incoming.entry, incoming.length
         row = batch.rows[entry]
-        checksum = xxhash.xxh3_64_intdigest(context.window.bytes_of(incoming.frame, length))
+        checksum = _xxh3(context.window.bytes_of(incoming.frame, length))
         if row[FLAGS] & _HAS_CHECKSUM and checksum != row[CHECKSUM]:
             self._fail(incoming, Status.CHECKSUM)
             return
         context.window.fill(incoming.frame)
-        namespace, key_lo, key_hi = incoming.key
         record = context.catalogue.insert(
-            incoming.slot, key_lo, key_hi, namespace, length, checksum, incoming.ttl_s, incoming.frame
+            incoming.slot, incoming.key, incoming.fingerprint, length, checksum, incoming.ttl_s, incoming.frame
         )
         self._release(incoming)
         context.stats.add(StatId.STORE_BYTES, length)
