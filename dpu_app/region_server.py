@@ -39,7 +39,9 @@ from dpu_app.worker_channel import ChannelClosedError, Message, WorkerEnd
 
 NS_PER_S = 1_000_000_000
 TURNS_PER_LOOK = 16
-"""While connections are being polled, the other descriptors are looked at once in so many turns of the loop."""
+"""While connections are being polled, the other descriptors are looked at once in so many turns of the loop,"""
+LOOK_NS = 200_000
+"""or after so long: a busy agent's turns may take milliseconds each, and another one's first request waits for a look."""
 STOP_DRAIN_S = 10.0
 """A stop without a drain before it flushes for at most so long."""
 _LOG = logging.getLogger(__name__)
@@ -107,6 +109,7 @@ class RegionServer:
         """Connections to look at in this turn of the loop: each promises to wake it only once polled empty."""
         self._busy_poll = busy_poll
         self._turns_to_look = 0
+        self._look_at_ns = 0
         self._next_connection = 0
         self._draining = False
         self._drain_waiters: list[tuple[int, int]] = []  # request id, deadline
@@ -142,7 +145,7 @@ class RegionServer:
         while not self._stopped():
             now_ns = times.turn(rest)
             rest = Cause.RECEIVE
-            if not self._unsettled or not self._turns_to_look:
+            if not self._unsettled or not self._turns_to_look or now_ns >= self._look_at_ns:
                 self._look(now_ns)
             self._turns_to_look -= 1
             for connection_id in tuple(self._unsettled):
@@ -162,6 +165,7 @@ class RegionServer:
     def _look(self, now_ns: int) -> None:
         """At all descriptors; until something comes or is due, where no connection needs to be polled."""
         self._turns_to_look = TURNS_PER_LOOK
+        self._look_at_ns = now_ns + LOOK_NS
         left_ns = 0 if self._unsettled else max(0, self._engine.next_wakeup_ns() - now_ns)
         ready = self._epoll.poll(left_ns / NS_PER_S)
         self._times.awake()

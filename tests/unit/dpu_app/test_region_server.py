@@ -204,15 +204,16 @@ class Rig:
             BusyPoll(busy_poll_ns),
         )
         namespaces = [{"handle": 1, "digest": (b"n" * 16).hex()}]
-        opening = {"session_id": 9, "token": TOKEN.hex(), "tenant": "t", "namespaces": namespaces}
-        self.channel.say({"id": 1, "method": "session_open", "params": opening})
+        for session_id in (9, 10):
+            opening = {"session_id": session_id, "token": TOKEN.hex(), "tenant": "t", "namespaces": namespaces}
+            self.channel.say({"id": 1, "method": "session_open", "params": opening})
         self.turn()
 
     def _submit(self, requests: Any) -> None:
         self.world.flash.submit(requests)
         self.flash.set()
 
-    def connect(self) -> AgentConnection:
+    def connect(self, session_id: int = 9) -> AgentConnection:
         connection = AgentConnection(self.world)
 
         def accept(pd: Any, limits: Any, recvs: Any, private_data: bytes) -> AgentConnection:
@@ -220,7 +221,7 @@ class Rig:
             connection.post_recv(recvs)
             return connection
 
-        request = SimpleNamespace(private_data=CONNECT_DATA.pack(9, TOKEN), peer="agent", accept=accept)
+        request = SimpleNamespace(private_data=CONNECT_DATA.pack(session_id, TOKEN), peer="agent", accept=accept)
         self.requests.append(request)
         self.listener.set()
         return connection
@@ -277,6 +278,24 @@ def test_an_agent_that_never_pauses_does_not_keep_the_loop(rig: Rig) -> None:
     before = len(agent.answers)
     rig.turn(50)
     assert len(agent.answers) >= before + 50
+
+
+def test_beside_an_agent_with_long_turns_another_is_heard_in_the_next(rig: Rig) -> None:
+    busy, quiet = rig.connect(), rig.connect(10)
+    rig.turn(3)
+
+    def ask_again(_: wire.Capsule) -> None:
+        rig.world.clock.now_ns += 2_000_000  # so long was the turn
+        busy.ask(Op.RETRIEVE, rig.world.block_entries(KEYS, 0))
+
+    busy.heard = ask_again
+    busy.ask(Op.RETRIEVE, rig.world.block_entries(KEYS, 0))
+    rig.turn(20)
+    for number in range(1, 6):
+        quiet.ask(Op.LOOKUP, rig.world.key_entries(KEYS))
+        rig.turn(2)
+        assert len(quiet.answers) == number
+    assert len(busy.answers) > 20
 
 
 def test_an_agent_that_ignores_its_credits_waits_for_itself(rig: Rig) -> None:
