@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 BENCH_STAMP := $(VENV)/.installed-bench
 
 .DEFAULT_GOAL := help
-.PHONY: help apt apt-bench venv lint type test proto proto-check demo bench clean
+.PHONY: help apt apt-bench venv lint type test proto proto-check demo bench bench-latency clean
 
 help: ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -53,6 +53,9 @@ demo: $(RUN_STAMP) ## the main job end to end in the emulator; options in DEMO, 
 
 bench: $(BENCH_STAMP) ## every operation beside the machine's limits, a report in bench-report/; options in BENCH, as BENCH=--quick
 	$(BIN)/entresol-emu bench $(BENCH)
+
+bench-latency: $(BENCH_STAMP) ## latency idle and beside stores, and the workers' pauses; options in BENCH, as BENCH=--quick
+	$(BIN)/entresol-emu bench-latency $(BENCH)
 
 apt-bench: ## install fio from Debian's or Ubuntu's packages (as root), for the disk's limit in make bench
 	apt-get update -qq

@@ -125,9 +125,13 @@ class RegionServer:
 
     # ---------------------------------------------------------------- loop
 
-    def run(self, restore_order: Callable[[], None] | None = None) -> None:
+    def run(
+        self, restore_order: Callable[[], None] | None = None, ticked: Callable[[int], None] = lambda _: None
+    ) -> None:
         """Until the supervisor says stop or is gone. Afterwards `drained` says whether all is on flash.
-        `restore_order` is done meanwhile, in a thread of its own."""
+        `restore_order` is done meanwhile, in a thread of its own; `ticked` is called after each of the engine's ticks,
+        with the blocks under way."""
+        self._ticked = ticked
         with self._times, BackgroundTask(restore_order) as self._restoring:
             self._epoll.register(self._restoring.fileno(), select.EPOLLIN)
             self._serve()
@@ -146,6 +150,7 @@ class RegionServer:
             if now_ns >= engine.next_wakeup_ns():
                 times.mark(Cause.RECEIVE)
                 engine.tick()
+                self._ticked(engine.blocks_under_way)
                 times.mark(Cause.TICK)
             if not engine.outbox.empty:
                 times.mark(Cause.RECEIVE)

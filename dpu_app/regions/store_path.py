@@ -54,6 +54,7 @@ class StorePath:
         self._incoming: dict[Key, Incoming] = {}
         self._reserved: dict[str, int] = {}  # tenant -> bytes of its incoming values
         self._used: dict[str, int] = {}  # tenant -> bytes of its blocks, while one event is handled
+        self._out_of_frames = False
         self._dirty_max = max(1, int(context.settings.dirty_fraction * context.window.layout.frames))
 
     @property
@@ -68,9 +69,8 @@ class StorePath:
     # ---------------------------------------------------------------- request
 
     def start(self, batch: Batch) -> None:
-        self._used.clear()
+        self._begin_event()
         context = self._context
-        context.catalogue.begin_batch()
         rows = batch.rows
         context.stats.add(StatId.STORES, len(rows))
         slots = find(context, batch)
@@ -99,6 +99,12 @@ class StorePath:
         self._read(batch, started)
         batch.close_if_done()
 
+    def _begin_event(self) -> None:
+        """What is found out while one event is handled holds for the rest of it."""
+        self._used.clear()
+        self._out_of_frames = False
+        self._context.catalogue.begin_batch()
+
     def _exists(self, batch: Batch, entry: int, slot: int) -> None:
         context = self._context
         context.stats.add(StatId.STORE_EXISTS)
@@ -123,8 +129,10 @@ class StorePath:
             self._refuse(batch, entry, refusal)
             return
         context = self._context
-        frame = context.window.take(-1, FrameState.FILLING)  # first: a slot may cost another block its place
+        # First a frame: a slot may cost another block its place.
+        frame = -1 if self._out_of_frames else context.window.take(-1, FrameState.FILLING)
         if frame < 0:
+            self._out_of_frames = True
             self._refuse(batch, entry, Status.BUSY)
             return
         slot = context.catalogue.allocate()
@@ -198,8 +206,7 @@ class StorePath:
         self._context.ready.add(batch.connection.connection_id)
 
     def _arrived(self, group: list[Incoming], ok: bool) -> None:
-        self._used.clear()
-        self._context.catalogue.begin_batch()
+        self._begin_event()
         for incoming in group:
             if not ok or incoming.batch.closed:
                 self._fail(incoming, Status.TRANSFER_ERROR)

@@ -23,6 +23,8 @@ from dpu_app.regions.eviction.slot_queue import Links, SlotQueue
 from dpu_app.regions.superblock import TABLE_PAGE_BYTES
 
 TABLE_BUFFERS = 16
+RECLAIM_STEPS_MAX = 64
+"""Frames in use that one search for another passes by; then it takes any."""
 
 
 def aligned_length(length: int) -> int:
@@ -121,7 +123,7 @@ class Window:
         return len(self._free)
 
     def referenced(self) -> int:
-        return sum(1 for count in self.references if count)
+        return int(np.count_nonzero(np.frombuffer(self.references, np.uint32)))
 
     def block_state(self, slot: int) -> int:
         """BlockState of a block of the region."""
@@ -147,14 +149,27 @@ class Window:
         return frame
 
     def _reclaim(self) -> int:
-        frame = self._clean.tail
-        while frame >= 0:
+        """The clean frame used longest ago that nobody references, or -1. A referenced one that stands before it is in
+        use, and goes to the others of which that is true: leases may hold half of the window, and would be passed by
+        again and again."""
+        for _ in range(min(RECLAIM_STEPS_MAX, self._clean.size)):
+            frame = self._clean.tail
+            self._clean.remove(frame)
             if self.references[frame] == 0:
-                self._clean.remove(frame)
                 del self.frame_of[self.slot[frame]]
                 return frame
-            frame = self._clean.newer(frame)
-        return -1
+            self._clean.push(frame)
+        return self._reclaim_any() if self._clean.size else -1
+
+    def _reclaim_any(self) -> int:
+        free = np.frombuffer(self.references, np.uint32) == 0
+        free &= np.frombuffer(self.state, np.uint8) == FrameState.CLEAN
+        frame = int(free.argmax())
+        if not free[frame]:
+            return -1
+        self._clean.remove(frame)
+        del self.frame_of[self.slot[frame]]
+        return frame
 
     def fill(self, frame: int) -> None:
         """FILLING -> DIRTY: the block is whole and may be read."""
