@@ -224,9 +224,6 @@ class RegionServer:
         outbox = self._engine.outbox
         first = True
         while not outbox.empty:
-            if outbox.flash:
-                flash, outbox.flash = outbox.flash, []
-                self._submit(flash)
             completing: set[int] | None = None
             if outbox.fabric:
                 fabric, outbox.fabric = outbox.fabric, []
@@ -234,6 +231,9 @@ class RegionServer:
             if outbox.responses:
                 responses, outbox.responses = outbox.responses, []
                 self._send(responses)
+            if outbox.flash:  # last: handing over a hundred writes takes longer than to answer the agent
+                flash, outbox.flash = outbox.flash, []
+                self._submit(flash)
             if outbox.broken:
                 broken, outbox.broken = outbox.broken, []
                 for connection_id in broken:
