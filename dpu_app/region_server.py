@@ -41,7 +41,7 @@ NS_PER_S = 1_000_000_000
 TURNS_PER_LOOK = 16
 """While connections are being polled, the other descriptors are looked at once in so many turns of the loop,"""
 LOOK_NS = 200_000
-"""or after so long: a busy agent's turns may take milliseconds each, and another one's first request waits for a look."""
+"""or after so long: a busy agent's turns may take milliseconds, and another one's first request waits for a look."""
 STOP_DRAIN_S = 10.0
 """A stop without a drain before it flushes for at most so long."""
 _LOG = logging.getLogger(__name__)

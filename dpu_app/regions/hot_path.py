@@ -44,6 +44,7 @@ class HotPath:
             connection.window_lkey,
             connection.room,
             self._catalogue.ordered,
+            connection.room_moved,
         )
         return served
 
