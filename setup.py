@@ -7,6 +7,7 @@ FLAGS = ["-O3", "-std=c11", "-Wall", "-Wextra", "-ffp-contract=off"]
 MODULES = {
     "dpu_app.regions._table_load": ["dpu_app/regions/_table_load.c"],
     "host_agent._batches": ["host_agent/_batches.c"],
+    "dpu_app.regions._hot_path": [f"dpu_app/regions/{name}.c" for name in ("_hot_path", "_hot_keys", "_hot_frames")],
     "emulator._shm_channel": ["emulator/_shm_channel.c"],
 }
 """Module -> sources."""

@@ -21,7 +21,7 @@ from common import config, log, units
 from common.errors import EntresolError, UserError
 from common.proto.entresol.v1 import control_pb2
 from doca_shims.registry import backends
-from dpu_app import report
+from dpu_app import pause_report, report
 from dpu_app.config import DpuConfig
 from dpu_app.control_client import ControlClient, find_address
 from dpu_app.flash.open import AUTO
@@ -155,6 +155,18 @@ def status(client: ControlClient, as_json: bool) -> None:
         _print_json(report.status_values(answer))
     else:
         report.print_status(report.console(), answer)
+
+
+@main.command()
+@_json_option
+@_talks()
+def pauses(client: ControlClient, as_json: bool) -> None:
+    """Show for how long each region's worker was busy at a time, serving nobody else, and what with."""
+    answer = client.pauses()
+    if as_json:
+        _print_json([pause_report.pause_values(region) for region in answer])
+    else:
+        pause_report.print_pauses(report.console(), answer)
 
 
 @main.command()

@@ -109,6 +109,8 @@ class RegionSettings:
     lease_max_s: DurationS = 30.0
     credits: Annotated[int, Between(1, 1024)] = 32
     """Receives posted for each connection: capsules that a client may have outstanding."""
+    busy_poll_s: Annotated[DurationS, Between(0.0, 0.01)] = 100e-6
+    """After a request the worker looks for the next one for so long before it sleeps, where that pays; 0: never."""
 
     def __post_init__(self) -> None:
         _require_name("name", self.name)

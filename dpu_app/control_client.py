@@ -75,6 +75,9 @@ class ControlClient:
     def status(self) -> control_pb2.GetStatusResponse:
         return self._call(self._dpu.GetStatus, control_pb2.GetStatusRequest())
 
+    def pauses(self) -> list[control_pb2.RegionPauses]:
+        return list(self._call(self._dpu.GetPauses, control_pb2.GetPausesRequest()).regions)
+
     def drain(self, regions: tuple[str, ...], timeout_s: float) -> list[control_pb2.Region]:
         request = control_pb2.DrainRequest(regions=regions, timeout_ms=max(1, int(timeout_s * 1000)))
         return list(self._call(self._dpu.Drain, request, timeout_s).regions)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from common.wire import ACCEPT_DATA, CONNECT_DATA, MAX_CAPSULE_BYTES
 from doca_shims.api import (
@@ -36,6 +37,17 @@ _RECV = 1 << 63
 _INDEX = _SEND - 1
 
 
+class Polled(NamedTuple):
+    """What one poll found."""
+
+    capsules: list[memoryview]
+    """Valid until the next call of anything of the peer."""
+    work: list[Completion]
+    """Of what `post` was told to post."""
+    sent: int
+    """So many more responses are sent, and what was posted before them is complete."""
+
+
 class Peer:
     """`window` is the region's; `credits` capsules may be outstanding."""
 
@@ -49,7 +61,6 @@ class Peer:
         credits: int,
         send_wrs_max: int,
     ) -> None:
-        self._credits = credits
         self._leases: dict[int, MemoryRegion] = {}
         self._waiting: deque[bytes] = deque()
         self._free_sends = list(range(credits))
@@ -66,13 +77,21 @@ class Peer:
                 self._capsules.address, self._capsules.length_bytes, Access.LOCAL_WRITE
             )
             stack.callback(self._capsule_region.close)
+            size, start = MAX_CAPSULE_BYTES, self._capsules.address
+            views = [self._capsules.view[i * size : (i + 1) * size] for i in range(2 * credits)]
+            self._received, self._sending = views[:credits], views[credits:]
+            self._receives = [
+                RecvRequest(_RECV | i, Sge(start + i * size, size, self._capsule_region.lkey)) for i in range(credits)
+            ]
+            self._send_address = start + credits * size
+            stack.callback(self._release_views)
             self._window_region = self._pd.register(window.address, window.length_bytes, Access.LOCAL_WRITE)
             stack.callback(self._window_region.close)
             stack.callback(self._close_leases)
             self._connection: Connection = request.accept(
                 self._pd,
                 QueueLimits(max_send_wr=send_wrs_max + credits, max_recv_wr=credits, max_sge=1),
-                [self._receive_request(i) for i in range(credits)],
+                self._receives,
                 ACCEPT_DATA.pack(credits, slot_bytes, uuid),
             )
             stack.callback(self._connection.close)
@@ -95,38 +114,39 @@ class Peer:
 
     # ---------------------------------------------------------------- input
 
-    def poll(self) -> tuple[list[memoryview], list[Completion], bool]:
-        """Capsules that came, valid until the next call of anything here; completions of the engine's work requests;
-        and whether there may be more to poll. Raises ShimError when the connection is lost."""
+    def poll(self, arm: bool) -> Polled | None:
+        """None where nothing has come; then `fileno` tells when something has, if this was to `arm` it. Raises
+        ShimError when the connection is lost."""
+        completions = self._connection.poll(arm=arm)
+        if not completions:
+            return None
         capsules: list[memoryview] = []
         received: list[int] = []
         work: list[Completion] = []
-        completions = self._connection.poll()
+        sent = 0
         for completion in completions:
-            wr_id = completion.wr_id
+            wr_id, status, _, byte_count = completion
             if wr_id & _RECV:
-                if completion.status == 0:
-                    start = (wr_id & _INDEX) * MAX_CAPSULE_BYTES
-                    capsules.append(self._capsules.view[start : start + completion.byte_count])
-                    received.append(wr_id & _INDEX)
+                if status == 0:
+                    buffer = wr_id & _INDEX
+                    capsules.append(self._received[buffer][:byte_count])
+                    received.append(buffer)
             elif wr_id & _SEND:
                 self._free_sends.append(wr_id & _INDEX)
+                if status == 0:
+                    sent += 1
             else:
                 work.append(completion)
         if self._waiting and self._free_sends and not self.lost:
             self._send_waiting()  # posts earlier buffers, none of those just received
         self._unposted += received
-        return capsules, work, bool(completions)
-
-    def _receive_request(self, buffer: int) -> RecvRequest:
-        address = self._capsules.address + buffer * MAX_CAPSULE_BYTES
-        return RecvRequest(_RECV | buffer, Sge(address, MAX_CAPSULE_BYTES, self._capsule_region.lkey))
+        return Polled(capsules, work, sent)
 
     # ---------------------------------------------------------------- output
 
-    def post(self, requests: Sequence[SendRequest]) -> None:
-        """Raises ShimError when the connection is lost."""
-        self._connection.post_send(requests)
+    def post(self, wr_id: int, opcode: Opcode, requests: bytes | bytearray, flags: SendFlags) -> None:
+        """READs or WRITEs: `Connection.post_rdma`. Raises ShimError when the connection is lost."""
+        self._connection.post_rdma(wr_id, opcode, requests, flags)
 
     def send(self, capsules: Sequence[bytes]) -> None:
         """Responses, one for each capsule that came. Raises ShimError when the connection is lost."""
@@ -139,14 +159,18 @@ class Peer:
         while self._waiting and self._free_sends:
             capsule = self._waiting.popleft()
             buffer = self._free_sends.pop()
-            start = (self._credits + buffer) * MAX_CAPSULE_BYTES
-            self._capsules.view[start : start + len(capsule)] = capsule
-            sge = Sge(self._capsules.address + start, len(capsule), self._capsule_region.lkey)
-            requests.append(SendRequest(_SEND | buffer, Opcode.SEND, (sge,), flags=SendFlags.SIGNALED))
-            receives.append(self._receive_request(self._unposted.pop()))
+            length = len(capsule)
+            self._sending[buffer][:length] = capsule
+            sge = Sge(self._send_address + buffer * MAX_CAPSULE_BYTES, length, self._capsule_region.lkey)
+            requests.append(SendRequest(_SEND | buffer, Opcode.SEND, (sge,), 0, 0, SendFlags.SIGNALED))
+            receives.append(self._receives[self._unposted.pop()])
         if requests:
             self._connection.post_recv(receives)  # before the answer, upon which the agent may send again
             self._connection.post_send(requests)
+
+    def _release_views(self) -> None:
+        for view in (*self._received, *self._sending):
+            view.release()
 
     # ---------------------------------------------------------------- leases
 

@@ -1,7 +1,8 @@
 """The event loop of a region worker: carries capsules, completions and time to the engine, and its work out.
 
 Owns the sockets and nothing of the region's state. Waits in epoll for the fabric's listener and connections, the
-flash device and the supervisor's channel; never blocks anywhere else. Started by `dpu_app.worker`.
+flash device and the supervisor's channel, and after a request for a short time by looking again; never blocks anywhere
+else. Started by `dpu_app.worker`.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ from __future__ import annotations
 import contextlib
 import hmac
 import logging
+import os
 import select
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from common.errors import DeadlineError, UserError
@@ -28,12 +29,17 @@ from doca_shims.api import (
     ShimError,
 )
 from dpu_app.background_task import BackgroundTask
+from dpu_app.busy_poll import BusyPoll
 from dpu_app.flash_errors import FlashErrorLog
 from dpu_app.peer import Peer
+from dpu_app.regions.context import Posting
 from dpu_app.regions.engine import RegionEngine
+from dpu_app.turn_times import Cause, Schedule, TurnTimes
 from dpu_app.worker_channel import ChannelClosedError, Message, WorkerEnd
 
 NS_PER_S = 1_000_000_000
+TURNS_PER_LOOK = 16
+"""While connections are being polled, the other descriptors are looked at once in so many turns of the loop."""
 STOP_DRAIN_S = 10.0
 """A stop without a drain before it flushes for at most so long."""
 _LOG = logging.getLogger(__name__)
@@ -80,6 +86,7 @@ class RegionServer:
         clock: Clock,
         credits: int,
         send_wrs_max: int,
+        busy_poll: BusyPoll,
     ) -> None:
         self._facts = facts
         self._engine = engine
@@ -91,12 +98,15 @@ class RegionServer:
         self._window = window
         self._channel = channel
         self._clock = clock
+        self._times = TurnTimes(clock.monotonic_ns, Schedule())
         self._credits = credits
         self._send_wrs_max = send_wrs_max
         self._tokens: dict[int, bytes] = {}
         self._peer_by_fd: dict[int, int] = {}
         self._unsettled: set[int] = set()
         """Connections to look at in this turn of the loop: each promises to wake it only once polled empty."""
+        self._busy_poll = busy_poll
+        self._turns_to_look = 0
         self._next_connection = 0
         self._draining = False
         self._drain_waiters: list[tuple[int, int]] = []  # request id, deadline
@@ -110,6 +120,7 @@ class RegionServer:
             "session_namespace": self._session_namespace,
             "session_close": self._session_close,
             "status": self._status,
+            "pauses": lambda _: self._times.report(),
         }
 
     # ---------------------------------------------------------------- loop
@@ -117,26 +128,48 @@ class RegionServer:
     def run(self, restore_order: Callable[[], None] | None = None) -> None:
         """Until the supervisor says stop or is gone. Afterwards `drained` says whether all is on flash.
         `restore_order` is done meanwhile, in a thread of its own."""
-        with BackgroundTask(restore_order) as self._restoring:
+        with self._times, BackgroundTask(restore_order) as self._restoring:
             self._epoll.register(self._restoring.fileno(), select.EPOLLIN)
             self._serve()
 
     def _serve(self) -> None:
+        engine, times = self._engine, self._times
+        rest = Cause.RECEIVE
         while not self._stopped():
-            left_ns = self._engine.next_wakeup_ns() - self._clock.monotonic_ns()
-            for fd, _ in self._epoll.poll(0 if self._unsettled else max(0, left_ns) / NS_PER_S):
-                self._ready(fd)
-            for connection_id in list(self._unsettled):
-                self._poll_peer(connection_id)
-            if self._clock.monotonic_ns() >= self._engine.next_wakeup_ns():
-                self._engine.tick()
-            self._carry_out()
-            try:
-                if self._drain_waiters:
-                    self._answer_drains()
-                self._watch_channel()
-            except ChannelClosedError:
-                self._supervisor_gone()
+            now_ns = times.turn(rest)
+            rest = Cause.RECEIVE
+            if not self._unsettled or not self._turns_to_look:
+                self._look(now_ns)
+            self._turns_to_look -= 1
+            for connection_id in tuple(self._unsettled):
+                self._poll_peer(connection_id, now_ns)
+            if now_ns >= engine.next_wakeup_ns():
+                times.mark(Cause.RECEIVE)
+                engine.tick()
+                times.mark(Cause.TICK)
+            if not engine.outbox.empty:
+                times.mark(Cause.RECEIVE)
+                self._carry_out(now_ns)
+                rest = Cause.OUTPUT
+            if self._drain_waiters or self._channel.wants_write or self._channel_writing:
+                self._serve_channel()
+
+    def _look(self, now_ns: int) -> None:
+        """At all descriptors; until something comes or is due, where no connection needs to be polled."""
+        self._turns_to_look = TURNS_PER_LOOK
+        left_ns = 0 if self._unsettled else max(0, self._engine.next_wakeup_ns() - now_ns)
+        ready = self._epoll.poll(left_ns / NS_PER_S)
+        self._times.awake()
+        for fd, _ in ready:
+            self._ready(fd)
+
+    def _serve_channel(self) -> None:
+        try:
+            if self._drain_waiters:
+                self._answer_drains()
+            self._watch_channel()
+        except ChannelClosedError:
+            self._supervisor_gone()
 
     @property
     def drained(self) -> bool:
@@ -147,6 +180,7 @@ class RegionServer:
         for connection_id in list(self._peers):
             self._drop(connection_id)
         self._epoll.close()
+        self._times.close()
 
     def _stopped(self) -> bool:
         if self._stop_deadline_ns is None:
@@ -161,11 +195,14 @@ class RegionServer:
             completions = self._flash.poll()
             self._flash_errors.note(completions, self._clock.monotonic_ns())
             self._engine.on_flash(completions)
+            self._times.mark(Cause.FLASH)
         elif fd == self._listener.fileno():
             while (request := self._listener.accept()) is not None:
                 self._accept(request)
+            self._times.mark(Cause.CONTROL)
         elif fd == self._channel.fileno():
             self._poll_channel()
+            self._times.mark(Cause.CONTROL)
         elif fd == self._restoring.fileno():
             self._epoll.unregister(fd)
             self._restoring.finish()
@@ -173,37 +210,59 @@ class RegionServer:
 
     # ---------------------------------------------------------------- the engine's work
 
-    def _carry_out(self) -> None:
+    def _carry_out(self, now_ns: int) -> None:
         """Ends, however fast agents are: what they send meanwhile is left to the loop's next turn."""
         outbox = self._engine.outbox
         first = True
         while not outbox.empty:
-            flash, outbox.flash = outbox.flash, []
-            fabric, outbox.fabric = outbox.fabric, []
-            responses, outbox.responses = outbox.responses, []
-            broken, outbox.broken = outbox.broken, []
-            posted: dict[int, None] = {}
-            if flash:
+            if outbox.flash:
+                flash, outbox.flash = outbox.flash, []
                 self._submit(flash)
-            for connection_id, requests in fabric:
-                peer = self._peers.get(connection_id)
-                if peer is not None and self._attempt(connection_id, partial(peer.post, requests)):
-                    posted[connection_id] = None
-            answers: dict[int, list[bytes]] = {}
-            for connection_id, response in responses:
-                answers.setdefault(connection_id, []).append(response)
-            for connection_id, capsules in answers.items():
-                peer = self._peers.get(connection_id)
-                if peer is not None:
-                    self._attempt(connection_id, partial(peer.send, capsules))
-            for connection_id in broken:
-                self._drop(connection_id, "a transfer failed")
-            for connection_id in posted:
-                if connection_id in self._peers:
-                    self._unsettled.add(connection_id)
-                    if first:  # a transfer may be through already
-                        self._poll_peer(connection_id)
+            completing: dict[int, None] = {}
+            if outbox.fabric:
+                fabric, outbox.fabric = outbox.fabric, []
+                self._post(fabric, completing)
+            if outbox.responses:
+                responses, outbox.responses = outbox.responses, []
+                self._send(responses)
+            if outbox.broken:
+                broken, outbox.broken = outbox.broken, []
+                for connection_id in broken:
+                    self._drop(connection_id, "a transfer failed")
+            if first:
+                for connection_id in completing:  # a transfer may be through already
+                    self._poll_peer(connection_id, now_ns)
             first = False
+
+    def _post(self, fabric: list[Posting], completing: dict[int, None]) -> None:
+        """READs and WRITEs; notes the connections where some of them will complete."""
+        for connection_id, wr_id, opcode, requests, flags in fabric:
+            peer = self._peers.get(connection_id)
+            if peer is None:
+                continue
+            try:
+                peer.post(wr_id, opcode, requests, flags)
+            except ShimError as error:
+                self._drop(connection_id, str(error))
+                continue
+            self._unsettled.add(connection_id)
+            if flags:
+                completing[connection_id] = None
+
+    def _send(self, responses: list[tuple[int, bytes]]) -> None:
+        answers: dict[int, list[bytes]] = {}
+        for connection_id, response in responses:
+            answers.setdefault(connection_id, []).append(response)
+        for connection_id, capsules in answers.items():
+            peer = self._peers.get(connection_id)
+            if peer is None:
+                continue
+            try:
+                peer.send(capsules)
+            except ShimError as error:
+                self._drop(connection_id, str(error))
+            else:
+                self._unsettled.add(connection_id)
 
     def _submit(self, requests: list[Any]) -> None:
         try:
@@ -211,14 +270,6 @@ class RegionServer:
         except ShimError as error:
             _LOG.error("flash refused a batch: %s", error)
             self._engine.on_flash([FlashCompletion(request.tag, -(error.errno or 5)) for request in requests])
-
-    def _attempt(self, connection_id: int, action: Callable[[], None]) -> bool:
-        try:
-            action()
-        except ShimError as error:
-            self._drop(connection_id, str(error))
-            return False
-        return True
 
     # ---------------------------------------------------------------- peers
 
@@ -257,27 +308,37 @@ class RegionServer:
         self._engine.connected(session_id, connection_id, peer.window_lkey)
         self._unsettled.add(connection_id)
 
-    def _poll_peer(self, connection_id: int) -> None:
-        """Take what has come, and look once more, which nearly always finds nothing and settles it."""
+    def _poll_peer(self, connection_id: int, now_ns: int) -> None:
+        """Take what has come. Where nothing has, the connection is left alone until its descriptor tells, unless it is
+        worth looking again."""
         peer = self._peers.get(connection_id)
         if peer is None:
             return
-        for _ in range(2):
-            try:
-                capsules, work, more = peer.poll()
-            except ShimError as error:
-                self._drop(connection_id, str(error))
-                return
-            if not more:
+        looking = self._busy_poll.goes_on(now_ns)
+        try:
+            polled = peer.poll(arm=not looking)
+        except ShimError as error:
+            self._drop(connection_id, str(error))
+            return
+        if polled is None:
+            if peer.lost:
+                self._drop(connection_id, "the agent is gone")
+            elif looking:
+                os.sched_yield()
+            else:
                 self._unsettled.discard(connection_id)
-                if peer.lost:
-                    self._drop(connection_id, "the agent is gone")
-                return
-            if work:
-                self._engine.on_fabric(connection_id, work)
-            for capsule in capsules:
-                self._engine.receive(connection_id, capsule)
+            return
+        engine = self._engine
         self._unsettled.add(connection_id)
+        capsules, work, sent = polled
+        if sent:
+            engine.on_sent(connection_id, sent)
+        if work:
+            engine.on_fabric(connection_id, work)
+        if capsules:
+            self._busy_poll.served(now_ns)
+            for capsule in capsules:
+                engine.receive(connection_id, capsule)
 
     def _drop(self, connection_id: int, reason: str = "") -> None:
         peer = self._peers.get(connection_id)

@@ -13,7 +13,7 @@ import stat
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from common.errors import (
     AlreadyExistsError,
@@ -37,6 +37,7 @@ OPEN_TIMEOUT_S = 60.0
 REGIONS_MAX = 256
 _LOG = logging.getLogger(__name__)
 
+T = TypeVar("T")
 WorkerFactory = Callable[[RegionSettings, WorkerHooks], RegionWorker]
 
 
@@ -265,10 +266,15 @@ class RegionSet:
 
     async def statistics(self) -> dict[str, dict[str, int]]:
         """Counters by region; empty for one that does not answer now."""
+        return await self._of_each(lambda worker: worker.status(CALL_TIMEOUT_S / 2))
+
+    async def pauses(self) -> dict[str, dict[str, Any]]:
+        """`RegionWorker.pauses` by region; empty for one that does not answer now."""
+        return await self._of_each(lambda worker: worker.pauses(CALL_TIMEOUT_S / 2))
+
+    async def _of_each(self, ask: Callable[[RegionWorker], Awaitable[dict[str, T]]]) -> dict[str, dict[str, T]]:
         names = [region.settings.name for region in self.regions]
-        answers = await asyncio.gather(
-            *(region.worker.status(CALL_TIMEOUT_S / 2) for region in self.regions), return_exceptions=True
-        )
+        answers = await asyncio.gather(*(ask(region.worker) for region in self.regions), return_exceptions=True)
         for answer in answers:
             if isinstance(answer, BaseException) and not isinstance(answer, EntresolError):
                 raise answer

@@ -368,6 +368,12 @@ class RegionWorker:
         answer: dict[str, Any] = await self._channel.call("status", {}, timeout_s)
         return {str(name): int(value) for name, value in answer.get("stats", {}).items()}
 
+    async def pauses(self, timeout_s: float = CALL_TIMEOUT_S) -> dict[str, Any]:
+        """How long its loop's turns were, as `turn_times.TurnTimes.report` tells it. Raises UnavailableError."""
+        if not self._attached or self._channel is None:
+            raise UnavailableError(f"region {self.name} is {self.state.value}")
+        return await self._channel.call("pauses", {}, timeout_s)
+
     async def drain(self, timeout_s: float) -> None:
         """Refuse new stores and flush. Raises DeadlineError, UnavailableError, what the worker raises."""
         if not self._attached or self._channel is None:

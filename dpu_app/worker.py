@@ -21,10 +21,11 @@ from common.errors import EntresolError, InternalError, UnavailableError
 from common.log import configure
 from doca_shims.api import Fabric, FlashDevice, Memory, ShimError
 from doca_shims.registry import create_fabric
+from dpu_app.busy_poll import BusyPoll, limit_of
 from dpu_app.config import RegionSettings, WorkerConfig
 from dpu_app.flash.open import create_flash_file, open_flash
 from dpu_app.peer import Peer
-from dpu_app.region_server import PeerLeases, RegionFacts, RegionServer
+from dpu_app.region_server import NS_PER_S, PeerLeases, RegionFacts, RegionServer
 from dpu_app.regions import admission
 from dpu_app.regions.context import EngineSettings
 from dpu_app.regions.engine import RegionEngine
@@ -99,6 +100,7 @@ def serve(config: WorkerConfig, channel: WorkerEnd) -> None:
             clock,
             settings.credits,
             engine_settings.send_wrs_max,
+            BusyPoll(limit_of(int(settings.busy_poll_s * NS_PER_S))),
         )
         stack.callback(server.close)
         channel.event(

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from common.status import BlockState
 from common.wire import Entries, StatId
 from doca_shims.api import Clock, FlashCaps, FlashOp
+from dpu_app.regions.eviction import Scan
 from dpu_app.regions.flash_queue import FlashJob, FlashQueue, Priority
 from dpu_app.regions.index import USED
 from dpu_app.regions.memory_list import KEY_HI, KEY_LO, NAMESPACE, Row
@@ -85,6 +86,7 @@ class Catalogue:
         self._clock = clock
         self._pins_max = pins_max
         self._stamps = Stamps()
+        self._scan = Scan()
         self._discards: list[int] = []
         self._discarding = 0
         self._clearing = 0
@@ -113,6 +115,16 @@ class Catalogue:
                 self._expire(slot)
                 slots[slots == slot] = -1
         return slots
+
+    def without_expired(self, slots: list[int]) -> list[int]:
+        """`slots` of a look-up, with -1 for those whose blocks have expired."""
+        if not self._has_ttl:
+            return slots
+        found = np.array(slots, np.int64)
+        gone = set(self._expired_of(found[found >= 0]).tolist())
+        for slot in gone:
+            self._expire(slot)
+        return [-1 if slot in gone else slot for slot in slots]
 
     def lingers(self, key_lo: int, key_hi: int, namespace: int) -> bool:
         """A block of this key has expired, so `find` does not see it, but something still reads it."""
@@ -153,12 +165,25 @@ class Catalogue:
             for slot in slots:
                 self._policy.on_hit_one(int(slot))
 
+    @property
+    def hit_counters(self) -> tuple[memoryview, bytes] | None:
+        """`EvictionPolicy.hit_counters`, to be written while `ordered`."""
+        return self._policy.hit_counters
+
+    def count_one(self, slot: int) -> None:
+        """`count_use` of one slot, while `ordered`."""
+        self._policy.on_hit_one(slot)
+
     def order_restored(self) -> None:
         """`OpenRegion.restore_order` is through."""
         self.ordered = True
         for slot in self._left_unordered:
             self._policy.on_remove(slot)
         self._left_unordered.clear()
+
+    def begin_batch(self) -> None:
+        """The calls of `allocate` from here on are those of one turn: their search for victims is bounded together."""
+        self._scan.refill()
 
     def allocate(self) -> int:
         """A slot for a new block, evicting one if need be; -1 when every block is blocked, or not `ordered`."""
@@ -169,7 +194,7 @@ class Catalogue:
             return slot
         if self._discards:
             return self._discards.pop()
-        victim = self._policy.victim(self.blocked)
+        victim = self._policy.victim(self.blocked, self._scan)
         if victim < 0:
             return -1
         self._stats.add(StatId.EVICTIONS)
@@ -233,6 +258,8 @@ class Catalogue:
 
     def _leave(self, slot: int) -> None:
         """Out of the index, the policy and the pins; and out of a clean frame."""
+        if slot == self._scan.at:
+            self._scan.at = -1
         if self.ordered:
             self._policy.on_remove(slot)
         else:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from doca_shims.api import Clock, FlashRequest, SendRequest
+from doca_shims.api import Clock, FlashRequest, Opcode, SendFlags
 from dpu_app.regions.admission import AdmissionFilter
 from dpu_app.regions.catalogue import Catalogue
 from dpu_app.regions.flash_queue import FlashQueue
+from dpu_app.regions.hot_path import HotPath
 from dpu_app.regions.quota import QuotaPolicy
 from dpu_app.regions.sessions import Connection
 from dpu_app.regions.stats import Stats
@@ -48,13 +49,23 @@ class LeasePort(Protocol):
         ...
 
 
+class Posting(NamedTuple):
+    """A call of `doca_shims.api.Connection.post_rdma`, with the connection to call it on."""
+
+    connection_id: int
+    wr_id: int
+    opcode: Opcode
+    requests: bytes | bytearray
+    flags: SendFlags
+
+
 @dataclass
 class Outbox:
     """Work for the driver, in order. It empties the lists as it carries them out: per connection first
-    `fabric`, then `responses`."""
+    `fabric`, then `responses`; and it says which of these are sent (`RegionEngine.on_sent`)."""
 
     flash: list[FlashRequest] = field(default_factory=list)
-    fabric: list[tuple[int, list[SendRequest]]] = field(default_factory=list)
+    fabric: list[Posting] = field(default_factory=list)
     responses: list[tuple[int, bytes]] = field(default_factory=list)
     broken: list[int] = field(default_factory=list)
     """Connections to close: a transfer failed."""
@@ -81,4 +92,5 @@ class Context:
     connections: dict[int, Connection] = field(default_factory=dict)
     ready: set[int] = field(default_factory=set)
     """Connections with transfers to pump."""
+    hot_path: HotPath | None = None
     draining: bool = False

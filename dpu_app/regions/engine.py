@@ -25,11 +25,12 @@ from common.wire import (
     decode_request,
     encode,
 )
-from doca_shims.api import Clock, Completion, FlashCaps, FlashCompletion, WcStatus
+from doca_shims.api import Clock, Completion, FlashCaps, FlashCompletion, Opcode, SendFlags, WcStatus
+from dpu_app.regions import hot_path
 from dpu_app.regions.admission import AdmissionFilter
 from dpu_app.regions.batch import Batch, Deadlines
 from dpu_app.regions.catalogue import Catalogue
-from dpu_app.regions.context import Context, EngineSettings, LeasePort, Outbox
+from dpu_app.regions.context import Context, EngineSettings, LeasePort, Outbox, Posting
 from dpu_app.regions.flash_queue import FlashQueue
 from dpu_app.regions.key_operations import KeyOperations
 from dpu_app.regions.leases import Leases
@@ -43,6 +44,9 @@ from dpu_app.regions.window import Window
 
 NS_PER_MS = 1_000_000
 TICK_NS = 100 * NS_PER_MS
+_WRITE = Opcode.RDMA_WRITE
+_SIGNALED = SendFlags.SIGNALED
+_UNSIGNALLED = SendFlags.NONE
 
 
 class RegionEngine:
@@ -66,6 +70,7 @@ class RegionEngine:
         self._context = Context(
             settings, clock, stats, window, queue, catalogue, admission, quota, tenant_bytes=self._tenant_bytes
         )
+        self._hot_path = self._context.hot_path = hot_path.create(catalogue, window, stats, clock)
         self._load_path = LoadPath(self._context)
         self._store_path = StorePath(self._context)
         self._leases = Leases(self._context, self._load_path, lease_port)
@@ -125,7 +130,13 @@ class RegionEngine:
         session = self._sessions[session_id]
         if session.connection is not None:
             self.disconnected(session.connection.connection_id)
-        connection = Connection(connection_id, session, window_lkey, self._context.settings.send_wrs_max)
+        connection = Connection(
+            connection_id,
+            session,
+            window_lkey,
+            self._context.settings.send_wrs_max,
+            self._context.window.unhold_packed,
+        )
         session.connection = connection
         self._context.connections[connection_id] = connection
 
@@ -153,24 +164,24 @@ class RegionEngine:
     # ---------------------------------------------------------------- input
 
     def receive(self, connection_id: int, capsule: ReadableBuffer) -> None:
-        """A request capsule; it is copied, so the buffer is free when this returns."""
+        """A request capsule; the buffer is free when this returns."""
         connection = self._context.connections.get(connection_id)
-        if connection is None:
+        if connection is None or (self._hot_path is not None and self._serve(connection, capsule, self._hot_path)):
             return
         try:
             request = decode_request(bytes(capsule))
         except WireError as error:
             self._context.stats.add(StatId.BAD_CAPSULES)
-            self._refuse(connection_id, error.op, error.request_id, error.status)
+            self._refuse(connection, error.op, error.request_id, error.status)
             return
         if request.op is Op.STAT:
-            self.outbox.responses.append((connection_id, self._stat(request)))
+            self._respond(connection, self._stat(request))
             return
         if request.op is Op.LIST:
-            self.outbox.responses.append((connection_id, self._keys.list_blocks(connection.session, request)))
+            self._respond(connection, self._keys.list_blocks(connection.session, request))
             return
         if request.request_id in connection.batches:
-            self._refuse(connection_id, request.op, request.request_id, Status.BAD_REQUEST)
+            self._refuse(connection, request.op, request.request_id, Status.BAD_REQUEST)
             return
         settings = self._context.settings
         budget_us = min(request.deadline_us or settings.deadline_default_ms * 1000, settings.deadline_max_ms * 1000)
@@ -180,6 +191,25 @@ class RegionEngine:
         self._start[request.op](batch)
         batch.close_if_done()
         self.pump()
+
+    def _serve(self, connection: Connection, capsule: ReadableBuffer, path: hot_path.HotPath) -> bool:
+        """The plain case of LOOKUP and RETRIEVE, answered at once. False, and nothing is done, for anything else."""
+        served = path.serve(capsule, connection)
+        if served is None:
+            return False
+        response, requests, frames = served
+        if requests is not None and frames is not None:
+            connection.follow(len(frames) // hot_path.FRAME_BYTES, frames)
+            self.outbox.fabric.append(Posting(connection.connection_id, 0, _WRITE, requests, _UNSIGNALLED))
+        self._respond(connection, response)
+        return True
+
+    def on_sent(self, connection_id: int, count: int) -> None:
+        """The SENDs of `count` more of the connection's responses are complete; they complete in order."""
+        connection = self._context.connections.get(connection_id)
+        if connection is not None and connection.sent(count) and (connection.waiting or self._load_path.starved):
+            self._context.ready.add(connection_id)
+            self.pump()
 
     def on_fabric(self, connection_id: int, completions: Sequence[Completion]) -> None:
         """Completions of the work requests that `outbox.fabric` asked for."""
@@ -234,21 +264,24 @@ class RegionEngine:
         while context.ready:
             connection = context.connections.get(context.ready.pop())
             if connection is not None:
-                requests = connection.pump()
-                if requests:
-                    self.outbox.fabric.append((connection.connection_id, requests))
+                for wr_id, transfer in connection.pump():
+                    posting = Posting(connection.connection_id, wr_id, transfer.opcode, transfer.requests, _SIGNALED)
+                    self.outbox.fabric.append(posting)
         self.outbox.flash.extend(context.queue.pump())
 
     def _answered(self, batch: Batch, response: bytes) -> None:
         batch.connection.batches.pop(batch.capsule.request_id, None)
-        self.outbox.responses.append((batch.connection.connection_id, response))
+        self._respond(batch.connection, response)
         self._load_path.leave(batch)
 
-    def _refuse(self, connection_id: int, op: int, request_id: int, status: Status) -> None:
+    def _respond(self, connection: Connection, response: bytes) -> None:
+        connection.answered()
+        self.outbox.responses.append((connection.connection_id, response))
+
+    def _refuse(self, connection: Connection, op: int, request_id: int, status: Status) -> None:
         known = Op(op) if op in REQUEST_LAYOUT else Op.STAT
         empty = np.zeros(0, RESPONSE_LAYOUT[known])
-        response = encode(known, request_id, empty, flags=Flags.RESPONSE, status=status)
-        self.outbox.responses.append((connection_id, response))
+        self._respond(connection, encode(known, request_id, empty, flags=Flags.RESPONSE, status=status))
 
     def _expire(self, batch: Batch) -> None:
         if batch.op is Op.PREFETCH:

@@ -7,11 +7,12 @@ of tags and a removal clears one cell. The hash is salted, because clients choos
 
 from __future__ import annotations
 
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from dpu_app.regions import hot_path
 from dpu_app.regions.huge_array import huge_memory, huge_zeros
 
 Slots: TypeAlias = npt.NDArray[np.int64]
@@ -69,8 +70,13 @@ class KeyHash:
         self._nsalt_hi = np.uint64(self._salt_hi)
         self._nbuckets = np.uint64(self.buckets)
         self._turn = 0
-        self._homeless: dict[tuple[int, int, int], int] = {}
+        self.homeless: dict[tuple[int, int, int], int] = {}
         """Keys that no chain of displacements could place: at LOAD_MAX practically none, but never lost."""
+        self.table: Any = None
+        """The same buckets to native code, where it is to be had: what it says is what is said below."""
+        if hot_path.LIBRARY is not None:
+            keys = (columns.key_lo, columns.key_hi, columns.namespace)
+            self.table = hot_path.LIBRARY.KeyTable(self.cells, self.tags8, *keys, *self.salts)
 
     @property
     def salts(self) -> tuple[int, int]:
@@ -83,6 +89,8 @@ class KeyHash:
     # --------------------------------------------------------------------------------------------------- hash
 
     def hash_one(self, key_lo: int, key_hi: int, namespace: int) -> int:
+        if self.table is not None:
+            return self.table.hash_one(key_lo, key_hi, namespace)  # type: ignore[no-any-return]
         state = ((key_lo ^ self._salt_lo) * _K1) & _MASK
         state ^= state >> 32
         state = ((state + (key_hi ^ self._salt_hi) + namespace * _K4) * _K2) & _MASK
@@ -156,20 +164,25 @@ class KeyHash:
             same &= columns.key_hi.take(slots) == key_hi.take(which)
             same &= columns.namespace.take(slots) == namespace.take(which)
             found[which[same]] = slots[same]
-        if self._homeless:
+        if self.homeless:
             self._find_homeless(found, key_lo, key_hi, namespace)
         return found
 
     def _find_homeless(self, found: Slots, key_lo: U64s, key_hi: U64s, namespace: Integers) -> None:
         for position in np.flatnonzero(found < 0).tolist():
             key = (int(key_lo[position]), int(key_hi[position]), int(namespace[position]))
-            found[position] = self._homeless.get(key, -1)
+            found[position] = self.homeless.get(key, -1)
 
     def find_one(self, key_lo: int, key_hi: int, namespace: int) -> int:
-        cell = self._find_cell(key_lo, key_hi, namespace)
-        if cell >= 0:
-            return self._cell[cell]
-        return self._homeless.get((key_lo, key_hi, namespace), -1) if self._homeless else -1
+        if self.table is not None:
+            slot: int = self.table.find_one(key_lo, key_hi, namespace)
+            if slot >= 0:
+                return slot
+        else:
+            cell = self._find_cell(key_lo, key_hi, namespace)
+            if cell >= 0:
+                return self._cell[cell]
+        return self.homeless.get((key_lo, key_hi, namespace), -1) if self.homeless else -1
 
     def _find_cell(self, key_lo: int, key_hi: int, namespace: int) -> int:
         tag, first, second = self._places(self.hash_one(key_lo, key_hi, namespace))
@@ -188,6 +201,8 @@ class KeyHash:
 
     def insert(self, slot: int, key_lo: int, key_hi: int, namespace: int) -> None:
         """The key must be absent, and already in the columns at `slot`."""
+        if self.table is not None and self.table.insert(slot, key_lo, key_hi, namespace):
+            return
         tags = self._tag_bytes
         tag, first, second = self._places(self.hash_one(key_lo, key_hi, namespace))
         for _ in range(_KICKS_MAX):
@@ -206,7 +221,7 @@ class KeyHash:
             tag, first, second = self._places(self.hash_one(self._lo[slot], self._hi[slot], self._ns[slot]))
             if first <= cell < first + LANES:
                 first, second = second, first  # it has just left the first: try the other before
-        self._homeless[self._lo[slot], self._hi[slot], self._ns[slot]] = slot
+        self.homeless[self._lo[slot], self._hi[slot], self._ns[slot]] = slot
 
     def replace(self, holder: int, slot: int, key_lo: int, key_hi: int, namespace: int) -> None:
         """Put `slot` where `holder` is, both having this key. Raises KeyError if `holder` is not under it."""
@@ -214,16 +229,18 @@ class KeyHash:
         if cell >= 0 and self._cell[cell] == holder:
             self._cell[cell] = slot
             return
-        if self._homeless.get((key_lo, key_hi, namespace)) != holder:
+        if self.homeless.get((key_lo, key_hi, namespace)) != holder:
             raise KeyError(f"slot {holder} is not under its key")
-        self._homeless[key_lo, key_hi, namespace] = slot
+        self.homeless[key_lo, key_hi, namespace] = slot
 
     def remove(self, slot: int, key_lo: int, key_hi: int, namespace: int) -> None:
         """Raises KeyError if `slot` is not under this key."""
+        if self.table is not None and self.table.remove(slot, key_lo, key_hi, namespace):
+            return
         cell = self._find_cell(key_lo, key_hi, namespace)
         if cell >= 0 and self._cell[cell] == slot:
             self._tag_bytes[cell] = 0
             return
-        if self._homeless.get((key_lo, key_hi, namespace)) != slot:
+        if self.homeless.get((key_lo, key_hi, namespace)) != slot:
             raise KeyError(f"slot {slot} is not under its key")
-        del self._homeless[key_lo, key_hi, namespace]
+        del self.homeless[key_lo, key_hi, namespace]

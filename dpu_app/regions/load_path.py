@@ -14,7 +14,7 @@ import xxhash
 
 from common.status import BlockState, Status
 from common.wire import EntryFlags, Flags, Op, StatId
-from doca_shims.api import FlashOp, Opcode, SendFlags, SendRequest, Sge
+from doca_shims.api import RDMA_REQUEST, FlashOp, Opcode
 from dpu_app.regions import memory_list, staged_batches
 from dpu_app.regions.batch import Batch
 from dpu_app.regions.catalogue import Slots
@@ -22,7 +22,7 @@ from dpu_app.regions.context import Context
 from dpu_app.regions.flash_queue import FlashJob, Priority
 from dpu_app.regions.memory_list import FLAGS, LENGTH, OFFSET
 from dpu_app.regions.presence import find_slots
-from dpu_app.regions.sessions import TRANSFER_WRS_MAX, Transfer
+from dpu_app.regions.sessions import TRANSFER_BYTES_MAX, Transfer
 from dpu_app.regions.window import FrameState, aligned_length
 
 Staged = Callable[[Batch, int, int], None]
@@ -56,8 +56,9 @@ class LoadPath:
         self._deliveries: dict[Batch, list[tuple[int, int]]] = {}  # batch -> (entry, frame), to be posted together
 
     @property
-    def idle(self) -> bool:
-        return not self._loads
+    def starved(self) -> bool:
+        """Loads wait for frames."""
+        return any(self._frameless.values())
 
     # ---------------------------------------------------------------- request
 
@@ -252,28 +253,25 @@ class LoadPath:
         window = self._context.window
         connection = batch.connection
         lkey = connection.window_lkey
-        requests: list[SendRequest] = []
+        requests = bytearray()
         group: list[tuple[int, int]] = []
-        transfer_id = connection.new_transfer_id()
         for block in blocks:
             entry, frame = block
             pieces = batch.memory[entry]
-            if requests and len(requests) + len(pieces) > TRANSFER_WRS_MAX:
-                self._post(transfer_id, batch, requests, group)
-                requests, group = [], []
-                transfer_id = connection.new_transfer_id()
+            if requests and len(requests) + len(pieces) * RDMA_REQUEST.size > TRANSFER_BYTES_MAX:
+                self._post(batch, requests, group)
+                requests, group = bytearray(), []
             address = window.address(frame) + batch.rows[entry][OFFSET]
             for remote, length, rkey in pieces:
-                sges = (Sge(address, length, lkey),)
-                requests.append(SendRequest(transfer_id, Opcode.RDMA_WRITE, sges, remote, rkey, SendFlags.NONE))
+                requests += RDMA_REQUEST.pack(address, remote, length, lkey, rkey, 0)
                 address += length
             group.append(block)
-        self._post(transfer_id, batch, requests, group)
+        self._post(batch, requests, group)
 
-    def _post(self, transfer_id: int, batch: Batch, requests: list[SendRequest], group: list[tuple[int, int]]) -> None:
+    def _post(self, batch: Batch, requests: bytearray, group: list[tuple[int, int]]) -> None:
         transfer = Transfer(
-            transfer_id,
             batch,
+            Opcode.RDMA_WRITE,
             requests,
             done=lambda ok: self._written(batch, group, ok),
             posted=lambda: self._answer(batch, group),

@@ -29,7 +29,11 @@ def find_slots(context: Context, batch: Batch) -> list[int] | Slots:
     session = batch.connection.session
     entries = batch.capsule.entries
     slots: list[int] | Slots
-    if len(entries) <= FEW:
+    found = context.hot_path.find(entries, session) if context.hot_path is not None else None
+    if found is not None:
+        slots, denied = found
+        slots = context.catalogue.without_expired(slots)
+    elif len(entries) <= FEW:
         denied = [i for i, row in enumerate(batch.rows) if session.handles.get(row[NAMESPACE], -1) < 0]
         slots = context.catalogue.find_each(batch.rows, session.handles)
     else:

@@ -1,11 +1,13 @@
 """What the region engine knows of its peers: sessions, their namespaces, and their connections' send queues.
 
 A session outlives its connections; a connection's posted work is grouped into transfers, each answered by one
-signalled completion. Owned and driven by the region engine.
+signalled completion; what the hot path posts has none of its own, but that of the response behind it. Owned and driven
+by the region engine.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
@@ -13,13 +15,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from doca_shims.api import SendFlags, SendRequest
+from doca_shims.api import RDMA_REQUEST, Opcode
 
 if TYPE_CHECKING:
     from dpu_app.regions.batch import Batch
 
 TRANSFER_WRS_MAX = 256
 """A transfer never has more work requests than this, so that it always fits a send queue."""
+TRANSFER_BYTES_MAX = TRANSFER_WRS_MAX * RDMA_REQUEST.size
 
 
 class Session:
@@ -30,19 +33,19 @@ class Session:
         self.tenant = tenant
         self.handles: dict[int, int] = {}
         self.connection: Connection | None = None
-        self._table: npt.NDArray[np.int64] = np.full(1, -1, np.int64)
+        self.table = array("q", [-1])
+        """Handle -> index namespace id, -1 where none is open: `handles` for whole batches."""
 
     def add_namespace(self, handle: int, namespace_id: int) -> None:
         self.handles[handle] = namespace_id
-        if handle >= len(self._table):
-            grown = np.full(max(handle + 1, 2 * len(self._table)), -1, np.int64)
-            grown[: len(self._table)] = self._table
-            self._table = grown
-        self._table[handle] = namespace_id
+        missing = handle + 1 - len(self.table)
+        if missing > 0:
+            self.table = self.table + array("q", [-1]) * max(missing, len(self.table))
+        self.table[handle] = namespace_id
 
     def namespace_ids(self, handles: npt.NDArray[np.uint32]) -> npt.NDArray[np.int64]:
         """Index namespace ids of a batch's handles; -1 for a handle this session has not opened."""
-        table = self._table
+        table = np.frombuffer(self.table, np.int64)
         wide = handles.astype(np.int64)
         inside = wide < len(table)
         if inside.all():
@@ -55,23 +58,24 @@ class Session:
 
 
 class Transfer:
-    """Work requests of one batch that go out together; all carry `transfer_id`, and the last alone is signalled.
-    `posted` is called when they are on their way, `done` with True when they are through, or with False when they
-    never will be (never posted, or flushed)."""
+    """READs or WRITEs of one batch, packed `RDMA_REQUEST`s, that go out together and complete together. `posted` is
+    called when they are on their way, `done` with True when they are through, or with False when they never will be
+    (never posted, or flushed)."""
 
-    __slots__ = ("batch", "done", "posted", "requests", "transfer_id")
+    __slots__ = ("batch", "done", "opcode", "posted", "requests", "wrs")
 
     def __init__(
         self,
-        transfer_id: int,
         batch: Batch,
-        requests: list[SendRequest],
+        opcode: Opcode,
+        requests: bytes | bytearray,
         done: Callable[[bool], None],
         posted: Callable[[], None] | None = None,
     ) -> None:
-        self.transfer_id = transfer_id
         self.batch = batch
+        self.opcode = opcode
         self.requests = requests
+        self.wrs = len(requests) // RDMA_REQUEST.size
         self.done = done
         self.posted = posted
 
@@ -79,7 +83,15 @@ class Transfer:
 class Connection:
     """A connection's send queue as the engine accounts for it: at most `send_wrs_max` work requests posted."""
 
-    def __init__(self, connection_id: int, session: Session, window_lkey: int, send_wrs_max: int) -> None:
+    def __init__(
+        self,
+        connection_id: int,
+        session: Session,
+        window_lkey: int,
+        send_wrs_max: int,
+        unhold: Callable[[bytes], None],
+    ) -> None:
+        """`unhold`: for the frames that the hot path held."""
         self.connection_id = connection_id
         self.session = session
         self.window_lkey = window_lkey
@@ -91,34 +103,61 @@ class Connection:
         self._waiting: deque[Transfer] = deque()
         self._in_flight: OrderedDict[int, Transfer] = OrderedDict()
         self._next_id = 0
+        self._answers = 0
+        self._sent = 0
+        self._followed: deque[tuple[int, int, bytes]] = deque()
+        """What the hot path posted: number of the answer behind it, work requests, frames held."""
+        self._unhold = unhold
 
     @property
-    def busy(self) -> bool:
-        return bool(self._waiting or self._in_flight)
+    def waiting(self) -> bool:
+        """Transfers wait for room in the send queue."""
+        return bool(self._waiting)
 
-    def new_transfer_id(self) -> int:
-        """For the work requests of the next transfer."""
-        self._next_id += 1
-        return self._next_id
+    @property
+    def room(self) -> int:
+        """Work requests that may be posted now, ahead of nobody."""
+        return 0 if self._waiting else self._send_wrs_max - self._posted_wrs
+
+    def answered(self) -> None:
+        """Another response goes to the driver."""
+        self._answers += 1
+
+    def follow(self, wrs: int, frames: bytes) -> None:
+        """So many unsignalled WRITEs are posted, from `frames`; the next response goes right behind them."""
+        self._posted_wrs += wrs
+        self._followed.append((self._answers + 1, wrs, frames))
+
+    def sent(self, count: int) -> bool:
+        """The SENDs of `count` more responses are complete, so what was posted before them is, too. Whether that
+        freed anything."""
+        self._sent += count
+        followed = self._followed
+        freed = False
+        while followed and followed[0][0] <= self._sent:
+            _, wrs, frames = followed.popleft()
+            self._posted_wrs -= wrs
+            self._unhold(frames)
+            freed = True
+        return freed
 
     def add(self, transfer: Transfer) -> None:
         self._waiting.append(transfer)
 
-    def pump(self) -> list[SendRequest]:
-        """The work requests to post now. A transfer whose batch was answered meanwhile is not posted: its
-        memory may be in other use."""
-        out: list[SendRequest] = []
+    def pump(self) -> list[tuple[int, Transfer]]:
+        """The transfers to post now, each with the number that it completes by. One whose batch was answered meanwhile
+        is not posted: its memory may be in other use."""
+        out: list[tuple[int, Transfer]] = []
         waiting = self._waiting
-        while waiting and self._posted_wrs + len(waiting[0].requests) <= self._send_wrs_max:
+        while waiting and self._posted_wrs + waiting[0].wrs <= self._send_wrs_max:
             transfer = waiting.popleft()
             if transfer.batch.closed:
                 transfer.done(False)
                 continue
-            requests = transfer.requests
-            self._posted_wrs += len(requests)
-            self._in_flight[transfer.transfer_id] = transfer
-            out += requests
-            out[-1] = requests[-1]._replace(flags=SendFlags.SIGNALED)
+            self._posted_wrs += transfer.wrs
+            self._next_id += 1
+            self._in_flight[self._next_id] = transfer
+            out.append((self._next_id, transfer))
             if transfer.posted is not None:
                 transfer.posted()
         return out
@@ -127,13 +166,16 @@ class Connection:
         """A signalled completion: that transfer is through."""
         transfer = self._in_flight.pop(wr_id, None)
         if transfer is not None:
-            self._posted_wrs -= len(transfer.requests)
+            self._posted_wrs -= transfer.wrs
             transfer.done(True)
 
     def abort(self) -> None:
         """The connection is closed: nothing of this touches memory any more."""
         for transfer in [*self._in_flight.values(), *self._waiting]:
             transfer.done(False)
+        for _, _, frames in self._followed:
+            self._unhold(frames)
         self._in_flight.clear()
         self._waiting.clear()
+        self._followed.clear()
         self._posted_wrs = 0

@@ -7,20 +7,21 @@ destinations out of order, is left to `load_path`, which answers every case, wit
 
 from __future__ import annotations
 
-from itertools import repeat
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 
 from common.status import Status
 from common.wire import EntryFlags, StatId
-from doca_shims.api import Opcode, SendFlags, SendRequest, Sge
+from doca_shims.api import RDMA_REQUEST, Opcode
 from dpu_app.regions.batch import Batch
 from dpu_app.regions.catalogue import Slots
 from dpu_app.regions.context import Context
 from dpu_app.regions.sessions import TRANSFER_WRS_MAX, Transfer
 
+_REQUEST = np.dtype(
+    [("local", "<u8"), ("remote", "<u8"), ("length", "<u4"), ("lkey", "<u4"), ("rkey", "<u4"), ("reserved", "<u4")]
+)
+"""`RDMA_REQUEST`, column by column."""
 _WANT_CHECKSUM = np.uint16(EntryFlags.WANT_CHECKSUM)
 
 
@@ -53,8 +54,14 @@ def deliver(context: Context, batch: Batch, slots: Slots) -> bool:
     context.stats.add(StatId.RETRIEVES, len(frames))
     context.stats.add(StatId.RETRIEVE_STAGED, len(frames))
     answer = _Answer(context, batch, slots, counts, np.where(whole, index.checksum[slots], np.uint64(0)))
-    sources = [window.address(frame) + offset for frame, offset in zip(frames, offsets.tolist())]
-    _post(context, batch, frames, (sources, counts.tolist(), remote.tolist(), entries["rkey"].tolist()), answer)
+    requests = np.zeros(len(frames), _REQUEST)
+    requests["local"] = np.array(frames, np.uint64) * np.uint64(window.frame_bytes) + entries["offset"]
+    requests["local"] += np.uint64(window.address(0))
+    requests["remote"] = remote
+    requests["length"] = counts
+    requests["lkey"] = batch.connection.window_lkey
+    requests["rkey"] = entries["rkey"]
+    _post(context, batch, frames, requests.tobytes(), answer)
     return True
 
 
@@ -85,22 +92,18 @@ class _Answer:
         self._batch.close_if_done()
 
 
-def _post(context: Context, batch: Batch, frames: list[int], columns: tuple[list[Any], ...], answer: _Answer) -> None:
-    connection = batch.connection
+def _post(context: Context, batch: Batch, frames: list[int], requests: bytes, answer: _Answer) -> None:
+    size = RDMA_REQUEST.size
     for start in range(0, len(frames), TRANSFER_WRS_MAX):
         stop = start + TRANSFER_WRS_MAX
         held = frames[start:stop]
-        sources, counts, remote, rkeys = (column[start:stop] for column in columns)
-        transfer_id = connection.new_transfer_id()
-        sges = zip(map(Sge._make, zip(sources, counts, repeat(connection.window_lkey))))
-        fields = zip(repeat(transfer_id), repeat(Opcode.RDMA_WRITE), sges, remote, rkeys, repeat(SendFlags.NONE))
-        connection.add(
+        batch.connection.add(
             Transfer(
-                transfer_id,
                 batch,
-                list(map(SendRequest._make, fields)),
+                Opcode.RDMA_WRITE,
+                requests[start * size : stop * size],
                 done=lambda _ok, held=held: context.window.unhold_all(held),  # type: ignore[misc]
                 posted=answer.give if stop >= len(frames) else None,
             )
         )
-    context.ready.add(connection.connection_id)
+    context.ready.add(batch.connection.connection_id)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 from common.wire import StatId
 
 _SIZE = max(StatId) + 1
@@ -9,16 +11,17 @@ _SIZE = max(StatId) + 1
 
 class Stats:
     def __init__(self) -> None:
-        self._values = [0] * _SIZE
+        self.values = array("q", bytes(8 * _SIZE))
+        """By number; the native hot path counts here, too."""
 
     def add(self, stat: StatId, amount: int = 1) -> None:
-        self._values[stat] += amount
+        self.values[stat] += amount
 
     def set(self, stat: StatId, value: int) -> None:
-        self._values[stat] = value
+        self.values[stat] = value
 
     def get(self, stat: StatId) -> int:
-        return self._values[stat]
+        return self.values[stat]
 
     def snapshot(self) -> dict[StatId, int]:
-        return {stat: self._values[stat] for stat in StatId}
+        return {stat: self.values[stat] for stat in StatId}

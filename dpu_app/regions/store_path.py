@@ -11,7 +11,7 @@ import xxhash
 
 from common.status import BlockState, Status
 from common.wire import EntryFlags, StatId
-from doca_shims.api import FlashOp, Opcode, SendFlags, SendRequest, Sge
+from doca_shims.api import RDMA_REQUEST, FlashOp, Opcode
 from dpu_app.regions import memory_list
 from dpu_app.regions.batch import Batch
 from dpu_app.regions.catalogue import NS_PER_S, Unflushed
@@ -19,7 +19,7 @@ from dpu_app.regions.context import Context
 from dpu_app.regions.flash_queue import FlashJob, Priority
 from dpu_app.regions.memory_list import CHECKSUM, FLAGS, KEY_HI, KEY_LO, LENGTH, NAMESPACE, TTL_S
 from dpu_app.regions.presence import find
-from dpu_app.regions.sessions import TRANSFER_WRS_MAX, Transfer
+from dpu_app.regions.sessions import TRANSFER_BYTES_MAX, Transfer
 from dpu_app.regions.window import FrameState, aligned_length
 
 Key = tuple[int, int, int]
@@ -67,6 +67,7 @@ class StorePath:
     def start(self, batch: Batch) -> None:
         self._used.clear()
         context = self._context
+        context.catalogue.begin_batch()
         rows = batch.rows
         context.stats.add(StatId.STORES, len(rows))
         slots = find(context, batch)
@@ -174,31 +175,28 @@ class StorePath:
     def _read(self, batch: Batch, started: list[Incoming]) -> None:
         """RDMA READs for `started`, in transfers of a bounded number of work requests."""
         group: list[Incoming] = []
-        requests: list[SendRequest] = []
-        connection = batch.connection
-        lkey = connection.window_lkey
-        transfer_id = connection.new_transfer_id()
+        requests = bytearray()
+        lkey = batch.connection.window_lkey
         for incoming in started:
             pieces = batch.memory[incoming.entry]
-            if requests and len(requests) + len(pieces) > TRANSFER_WRS_MAX:
-                self._post(transfer_id, batch, requests, group)
-                requests, group = [], []
-                transfer_id = connection.new_transfer_id()
+            if requests and len(requests) + len(pieces) * RDMA_REQUEST.size > TRANSFER_BYTES_MAX:
+                self._post(batch, requests, group)
+                requests, group = bytearray(), []
             address = self._context.window.address(incoming.frame)
             for remote, length, rkey in pieces:
-                sges = (Sge(address, length, lkey),)
-                requests.append(SendRequest(transfer_id, Opcode.RDMA_READ, sges, remote, rkey, SendFlags.NONE))
+                requests += RDMA_REQUEST.pack(address, remote, length, lkey, rkey, 0)
                 address += length
             group.append(incoming)
         if requests:
-            self._post(transfer_id, batch, requests, group)
+            self._post(batch, requests, group)
 
-    def _post(self, transfer_id: int, batch: Batch, requests: list[SendRequest], group: list[Incoming]) -> None:
-        batch.connection.add(Transfer(transfer_id, batch, requests, lambda ok: self._arrived(group, ok)))
+    def _post(self, batch: Batch, requests: bytearray, group: list[Incoming]) -> None:
+        batch.connection.add(Transfer(batch, Opcode.RDMA_READ, requests, lambda ok: self._arrived(group, ok)))
         self._context.ready.add(batch.connection.connection_id)
 
     def _arrived(self, group: list[Incoming], ok: bool) -> None:
         self._used.clear()
+        self._context.catalogue.begin_batch()
         for incoming in group:
             if not ok or incoming.batch.closed:
                 self._fail(incoming, Status.TRANSFER_ERROR)

@@ -7,16 +7,19 @@ the frames lie a few table pages, the aligned buffers of slot-table writes. Owne
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Sequence
+from array import array
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from common.errors import InternalError, UserError
 from common.status import BlockState
+from dpu_app.regions import hot_path
+from dpu_app.regions.eviction.slot_queue import Links, SlotQueue
 from dpu_app.regions.superblock import TABLE_PAGE_BYTES
 
 TABLE_BUFFERS = 16
@@ -68,15 +71,21 @@ class Window:
         self._base = address
         self._view = view
         self._free = list(range(layout.frames - 1, -1, -1))
-        self._clean: OrderedDict[int, int] = OrderedDict()  # frame -> slot, least recently used first
-        self.state = [FrameState.FREE] * layout.frames
-        self.slot = [-1] * layout.frames
-        self.references = [0] * layout.frames
+        links = Links(layout.frames)
+        self._clean = SlotQueue(links)  # of frames, the least recently used at its tail
+        self.state = bytearray(layout.frames)
+        """FrameState of each frame."""
+        self.slot = array("q", [-1]) * layout.frames
+        self.references = array("I", [0]) * layout.frames
         self.generation = [0] * layout.frames
-        self.frame_of: dict[int, int] = {}
-        """slot -> frame, whole blocks only (DIRTY or CLEAN)."""
         self._block_state = np.full(layout.frames + 1, BlockState.FLASH, np.uint8)
         """Per frame, of the block in it; the last is that of a block in no frame, whose frame is -1."""
+        self.frames: Any = None
+        """The same frames to native code, where it is to be had."""
+        if hot_path.LIBRARY is not None:
+            self.frames = hot_path.LIBRARY.Frames(self.references, self.state, self._block_state, links.pairs)
+        self.frame_of: MutableMapping[int, int] = {} if self.frames is None else self.frames
+        """slot -> frame, whole blocks only (DIRTY or CLEAN)."""
         self._unsettled = 0  # FILLING and DIRTY
         self._table_buffers = list(range(TABLE_BUFFERS))
 
@@ -132,11 +141,13 @@ class Window:
         return frame
 
     def _reclaim(self) -> int:
-        for frame, slot in self._clean.items():
+        frame = self._clean.tail
+        while frame >= 0:
             if self.references[frame] == 0:
-                del self._clean[frame]
-                del self.frame_of[slot]
+                self._clean.remove(frame)
+                del self.frame_of[self.slot[frame]]
                 return frame
+            frame = self._clean.newer(frame)
         return -1
 
     def fill(self, frame: int) -> None:
@@ -149,7 +160,7 @@ class Window:
 
     def settle(self, frame: int) -> None:
         """DIRTY or LOADING -> CLEAN: the block is whole here and on flash."""
-        if self.state[frame] is FrameState.DIRTY:
+        if self.state[frame] == FrameState.DIRTY:
             self._unsettled -= 1
         else:
             self._expect(frame, FrameState.LOADING)
@@ -157,7 +168,7 @@ class Window:
         slot = self.slot[frame]
         self.frame_of[slot] = frame
         self._block_state[frame] = BlockState.STAGED_AND_FLASH
-        self._clean[frame] = slot
+        self._clean.push(frame)
 
     def drop(self, frame: int) -> None:
         """The block leaves the frame, which is free at once or when its last reference goes."""
@@ -167,9 +178,9 @@ class Window:
         if state in (FrameState.FILLING, FrameState.DIRTY):
             self._unsettled -= 1
         if state in (FrameState.DIRTY, FrameState.CLEAN):
-            slot = self.slot[frame]
-            del self.frame_of[slot]
-            self._clean.pop(frame, None)
+            del self.frame_of[self.slot[frame]]
+            if state == FrameState.CLEAN:
+                self._clean.remove(frame)
         self.slot[frame] = -1
         if self.references[frame]:
             self.state[frame] = FrameState.DOOMED
@@ -181,14 +192,16 @@ class Window:
         self._free.append(frame)
 
     def touch(self, frame: int) -> None:
-        if frame in self._clean:
-            self._clean.move_to_end(frame)
+        """Its block was used."""
+        if self.frames is not None:
+            self.frames.touch(frame)
+        elif self.state[frame] == FrameState.CLEAN:
+            self._clean.remove(frame)
+            self._clean.push(frame)
 
     def touch_all(self, frames: Sequence[int]) -> None:
-        clean = self._clean
         for frame in frames:
-            if frame in clean:
-                clean.move_to_end(frame)
+            self.touch(frame)
 
     def hold_all(self, frames: Sequence[int]) -> None:
         references = self.references
@@ -199,6 +212,11 @@ class Window:
         for frame in frames:
             self.unhold(frame)
 
+    def unhold_packed(self, frames: bytes) -> None:
+        """`unhold_all` of what the hot path held: packed u32."""
+        for frame in self.frames.unhold(frames):
+            self._release(frame)
+
     def hold(self, frame: int) -> None:
         self.references[frame] += 1
 
@@ -206,12 +224,12 @@ class Window:
         if self.references[frame] <= 0:
             raise InternalError(f"frame {frame} released more often than held")
         self.references[frame] -= 1
-        if self.references[frame] == 0 and self.state[frame] is FrameState.DOOMED:
+        if self.references[frame] == 0 and self.state[frame] == FrameState.DOOMED:
             self._release(frame)
 
     def _expect(self, frame: int, state: FrameState) -> None:
-        if self.state[frame] is not state:
-            raise InternalError(f"frame {frame} is {self.state[frame].name}, not {state.name}")
+        if self.state[frame] != state:
+            raise InternalError(f"frame {frame} is {FrameState(self.state[frame]).name}, not {state.name}")
 
     # ---------------------------------------------------------------- table pages
 

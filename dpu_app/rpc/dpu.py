@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from common.errors import UserError
 from common.proto.entresol.v1 import control_pb2, control_pb2_grpc
@@ -64,9 +65,34 @@ class DpuService(control_pb2_grpc.DpuServicer):
         return response
 
     @answering
+    async def GetPauses(self, _: control_pb2.GetPausesRequest) -> control_pb2.GetPausesResponse:
+        told = await self._regions.pauses()
+        response = control_pb2.GetPausesResponse()
+        for region in self._regions.regions:
+            pauses = told.get(region.settings.name)
+            if pauses:
+                response.regions.append(_pauses_message(region.settings.name, region.worker.pid, pauses))
+        return response
+
+    @answering
     async def Drain(self, request: control_pb2.DrainRequest) -> control_pb2.DrainResponse:
         timeout_s = request.timeout_ms / 1000
         if not 0 < timeout_s <= DRAIN_TIMEOUT_MAX_S:
             raise UserError(f"a drain needs a timeout of more than 0 and at most {DRAIN_TIMEOUT_MAX_S:g} s")
         regions = await self._regions.drain(list(request.regions), timeout_s)
         return control_pb2.DrainResponse(regions=[region_message(region, self._config) for region in regions])
+
+
+def _pauses_message(name: str, worker_pid: int, pauses: dict[str, Any]) -> control_pb2.RegionPauses:
+    """From what `turn_times.TurnTimes.report` says."""
+    message = control_pb2.RegionPauses(
+        region=name,
+        worker_pid=worker_pid,
+        bounds_ns=pauses["bounds_ns"],
+        turns=pauses["turns"],
+        own=pauses["own"],
+        longest=[control_pb2.LongPause(**pause) for pause in pauses["longest"]],
+    )
+    for cause, counts in pauses["parts"].items():
+        message.parts.add(cause=cause, counts=counts, total_ns=pauses["total_ns"][cause])
+    return message

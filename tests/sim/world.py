@@ -28,7 +28,7 @@ from dpu_app.regions.window import FrameState, Window, WindowLayout
 from emulator.sim_fabric import SimFabric
 from emulator.sim_flash import NO_FAULTS, Fault, FaultKind, SimFlash
 from tests.sim.client import Client
-from tests.sim.region import SCRATCH_BYTES, SimClock, block_in, formatted, seeded_hashes, slots_in
+from tests.sim.region import SCRATCH_BYTES, SimClock, block_in, formatted, hot_paths, seeded_hashes, slots_in
 from tests.sim.requests import NS_PER_S, ON_FLASH, Lease
 from tests.sim.scenario import Scenario
 from tests.sim.truth import NEVER, Block, Truth, Violation, require
@@ -75,6 +75,8 @@ class World:
         self.next_session = 1
         self.next_connection = 1
         self.faults_seen = 0
+        self.unheard: dict[int, int] = {}
+        """Connection -> responses that were sent without the engine having been told yet."""
         self.trace = xxhash.xxh3_64()
         """Of everything that the engine asked for and answered: the same whenever the seed is."""
 
@@ -82,7 +84,7 @@ class World:
 
     def run(self) -> None:
         """All lives of the region. Raises Violation."""
-        with seeded_hashes(self.random.getrandbits(64)):
+        with seeded_hashes(self.random.getrandbits(64)), hot_paths(self.scenario.native):
             for life in range(self.scenario.lives):
                 self._open()
                 self._after_recovery()
@@ -131,6 +133,7 @@ class World:
             AdmitAll(),
             FixedQuotas({}, scenario.quota_bytes),
         )
+        self.unheard.clear()
         self.clients = []
         for tenant in ("red", "red", "blue"):
             self._open_session(tenant)
@@ -166,6 +169,7 @@ class World:
 
     def _disconnect(self, client: Client) -> None:
         self.fabric.disconnect(client.connection_id)
+        self.unheard.pop(client.connection_id, None)
         self.engine.disconnected(client.connection_id)
         client.disconnected()
 
@@ -306,7 +310,7 @@ class World:
             self._carry_out()
 
     def _fabric(self) -> None:
-        busy = self.fabric.busy()
+        busy = self._busy()
         if not busy:
             return
         connection_id = self.random.choice(busy)
@@ -314,11 +318,17 @@ class World:
         client = self._client_of(connection_id)
         for capsule in arrived:
             client.receive(capsule)
+        self.unheard[connection_id] = self.unheard.get(connection_id, 0) + len(arrived)
         if self.random.random() < 0.7:
+            self.engine.on_sent(connection_id, self.unheard.pop(connection_id))
             completions = self.fabric.poll(connection_id)
             if completions:
                 self.engine.on_fabric(connection_id, completions)
-                self._carry_out()
+            self._carry_out()
+
+    def _busy(self) -> list[int]:
+        """Connections with something to execute, or to tell the engine."""
+        return sorted({*self.fabric.busy(), *(number for number, count in self.unheard.items() if count)})
 
     def _client_of(self, connection_id: int) -> Client:
         return next(client for client in self.clients if client.connection_id == connection_id)
@@ -379,9 +389,10 @@ class World:
             if flash:
                 self.flash.submit(flash)
             connected = {client.connection_id for client in self.clients}
-            for connection_id, requests in fabric:
+            for posting in fabric:
+                connection_id = posting.connection_id
                 if connection_id in connected:
-                    self.fabric.post(connection_id, requests)
+                    self.fabric.post_rdma(*posting)
                     require(
                         self.fabric.posted(connection_id) <= self.scenario.send_wrs_max,
                         "more work requests posted than the queue holds",
@@ -474,7 +485,7 @@ class World:
             self.step_number += 1
             if self.flash.in_flight:
                 self._flash()
-            elif self.fabric.busy():
+            elif self._busy():
                 self._fabric()
             else:
                 self._pass_time(10_000_000)
@@ -493,17 +504,17 @@ class World:
                     self._settle(partial(_has_credit, client), "an answer")
         self._settle(lambda: not any(client.requests for client in self.clients), "answering")
         self._pass_time(31 * NS_PER_S)
-        self._settle(lambda: not self.flash.in_flight and not self.fabric.busy(), "the work of nobody")
+        self._settle(lambda: not self.flash.in_flight and not self._busy(), "the work of nobody")
         self._pass_time(1 * NS_PER_S)
-        self._settle(lambda: not self.flash.in_flight and not self.fabric.busy(), "the work of nobody")
+        self._settle(lambda: not self.flash.in_flight and not self._busy(), "the work of nobody")
         stats = self.engine.stats()
         for stat in (StatId.PENDING, StatId.LEASES, StatId.PINS, StatId.FRAMES_BUSY, StatId.FRAMES_DIRTY):
             require(stats[stat] == 0, f"{stats[stat]} {stat.name} are left when nothing is going on")
         require(self.fabric.grants == 0, f"{self.fabric.grants} leases are still readable when none is granted")
         window = self.engine._context.window
-        left = [state.name for state in window.state if state not in (FrameState.FREE, FrameState.CLEAN)]
+        left = [FrameState(state).name for state in window.state if state not in (FrameState.FREE, FrameState.CLEAN)]
         require(not left, f"frames left over: {left}")
-        clean = sum(state is FrameState.CLEAN for state in window.state)
+        clean = sum(state == FrameState.CLEAN for state in window.state)
         require(window.free + clean == self.layout.frames, "frames lost")
         for client in self.clients:
             for lease in list(client.leases):

@@ -159,6 +159,11 @@ def test_an_operators_day(make_application: Callable[..., Application], director
     assert formatted["uuid"] != made["uuid"]
     assert {region["state"] for region in application.json("drain", "--for", "10s")} == {"draining"}
     assert "dpu-s" in application.command("status")
+    pauses = application.json("pauses")
+    assert [item["region"] for item in pauses] == ["r0", "r1"]
+    for item in pauses:  # every status was a turn of the worker's loop, and some part of it was spent on that
+        assert sum(item["turns"]) == sum(item["own"]) > 2
+        assert item["total_ns"]["control"] > 0
     workers = [region["worker_pid"] for region in application.json("status")["regions"]]
     assert application.stop() == 0
     assert not any(map(alive, workers))

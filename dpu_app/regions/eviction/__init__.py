@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from common.errors import UserError
-from dpu_app.regions.eviction.base import EvictionPolicy, FingerprintOf
+from dpu_app.regions.eviction.base import EvictionPolicy, FingerprintOf, Scan
 from dpu_app.regions.eviction.fifo import Fifo
 from dpu_app.regions.eviction.lru import Lru
 from dpu_app.regions.eviction.s3fifo import S3Fifo
 from dpu_app.regions.eviction.sieve import Sieve
 
-__all__ = ["DEFAULT", "POLICIES", "EvictionPolicy", "FingerprintOf", "create"]
+__all__ = ["DEFAULT", "POLICIES", "EvictionPolicy", "FingerprintOf", "Scan", "create"]
 
 DEFAULT = "s3fifo"
 POLICIES: dict[str, Callable[[int, FingerprintOf], EvictionPolicy]] = {

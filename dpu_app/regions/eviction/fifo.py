@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from dpu_app.regions.eviction.base import SCAN_MAX, EvictionPolicy, Slots
+from dpu_app.regions.eviction.base import EvictionPolicy, Scan, Slots
 from dpu_app.regions.eviction.slot_queue import Links, SlotQueue
 
 
@@ -12,6 +12,10 @@ class Fifo:
     def __init__(self, slots: int) -> None:
         self._links = Links(slots)
         self._queue = SlotQueue(self._links)
+
+    @property
+    def hit_counters(self) -> tuple[memoryview, bytes] | None:
+        return None
 
     @property
     def bytes_per_slot(self) -> float:
@@ -29,20 +33,25 @@ class Fifo:
     def on_remove(self, slot: int) -> None:
         self._queue.remove(slot)
 
-    def victim(self, blocked: Callable[[int], bool]) -> int:
-        return oldest_unblocked(self._queue, blocked)
+    def victim(self, blocked: Callable[[int], bool], scan: Scan | None = None) -> int:
+        return oldest_unblocked(self._queue, blocked, scan or Scan())
 
     def bulk_insert(self, slots: Slots) -> None:
         self._queue.push_many(slots)
 
 
-def oldest_unblocked(queue: SlotQueue, blocked: Callable[[int], bool]) -> int:
-    """Walks from the tail without changing the order: a blocked slot stays the next to go."""
-    slot = queue.tail
-    for _ in range(SCAN_MAX):
-        if slot < 0 or not blocked(slot):
+def oldest_unblocked(queue: SlotQueue, blocked: Callable[[int], bool], scan: Scan) -> int:
+    """Walks from the tail without changing the order: a blocked slot stays the next to go. In one turn it goes on
+    where it was, past those that were blocked."""
+    slot = scan.at if scan.at >= 0 else queue.tail
+    for _ in range(scan.steps_max()):
+        if slot < 0:
+            return -1
+        scan.left -= 1
+        if not blocked(slot):
+            scan.at = queue.newer(slot)
             return slot
-        slot = queue.newer(slot)
+        slot = scan.at = queue.newer(slot)
     return -1
 
 

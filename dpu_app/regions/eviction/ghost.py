@@ -15,7 +15,9 @@ from dpu_app.regions.huge_array import huge_zeros
 _LANES = 4
 _EPOCHS = 16
 _WINDOW_EPOCHS = 13
-_SWEEPS_PER_EPOCH = 16
+_SWEEPS_MIN = 16
+_SWEEP_CELLS = 1 << 14
+"""Cells that one sweep clears at most, in about a tenth of a millisecond."""
 _K1 = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 
@@ -28,8 +30,10 @@ class Ghost:
         """Fingerprint << 4 | epoch; the fingerprint is never 0, so 0 is an empty cell."""
         self._cell = self._cells.data
         self._epoch_insertions = max(1, round(window / _WINDOW_EPOCHS))
+        sweeps = max(_SWEEPS_MIN, -(-len(self._cells) // _SWEEP_CELLS))
         self._window_epochs = min(_WINDOW_EPOCHS, round(window / self._epoch_insertions))
-        self._sweep_insertions = max(1, self._epoch_insertions // _SWEEPS_PER_EPOCH)
+        self._sweep_insertions = max(1, self._epoch_insertions // sweeps)
+        self.cells_per_sweep = -(-len(self._cells) // sweeps)
         self._insertions = 0
         self._epoch = 0
         self._swept = 0
@@ -77,7 +81,7 @@ class Ghost:
 
     def _sweep(self) -> None:
         """Clear what is out of the window in the next part of the table, before its epoch number comes round."""
-        part = -(-len(self._cells) // _SWEEPS_PER_EPOCH)
+        part = self.cells_per_sweep
         cells = self._cells[self._swept : self._swept + part]
         ages = (self._epoch - (cells & 15).astype(np.int16)) % _EPOCHS
         cells[ages > self._window_epochs] = 0

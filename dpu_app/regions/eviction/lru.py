@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from dpu_app.regions.eviction.base import EvictionPolicy, Slots
+from dpu_app.regions.eviction.base import EvictionPolicy, Scan, Slots
 from dpu_app.regions.eviction.fifo import oldest_unblocked
 from dpu_app.regions.eviction.slot_queue import Links, SlotQueue
 
@@ -13,6 +13,10 @@ class Lru:
     def __init__(self, slots: int) -> None:
         self._links = Links(slots)
         self._queue = SlotQueue(self._links)
+
+    @property
+    def hit_counters(self) -> tuple[memoryview, bytes] | None:
+        return None
 
     @property
     def bytes_per_slot(self) -> float:
@@ -32,8 +36,8 @@ class Lru:
     def on_remove(self, slot: int) -> None:
         self._queue.remove(slot)
 
-    def victim(self, blocked: Callable[[int], bool]) -> int:
-        return oldest_unblocked(self._queue, blocked)
+    def victim(self, blocked: Callable[[int], bool], scan: Scan | None = None) -> int:
+        return oldest_unblocked(self._queue, blocked, scan or Scan())
 
     def bulk_insert(self, slots: Slots) -> None:
         self._queue.push_many(slots)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from dpu_app.regions.eviction.base import SCAN_MAX, EvictionPolicy, FingerprintOf, Slots
+from dpu_app.regions.eviction.base import EvictionPolicy, FingerprintOf, Scan, Slots
 from dpu_app.regions.eviction.ghost import Ghost
 from dpu_app.regions.eviction.slot_queue import Links, SlotQueue
 from dpu_app.regions.huge_array import huge_zeros
@@ -36,6 +36,10 @@ class S3Fifo:
         self._ghost = Ghost(slots - self._small_slots)
 
     @property
+    def hit_counters(self) -> tuple[memoryview, bytes] | None:
+        return self._state_one, _COUNTED.tobytes().ljust(256, b"\0")
+
+    @property
     def bytes_per_slot(self) -> float:
         return (self._links.nbytes + self._state.nbytes + self._ghost.nbytes) / self._links.slots
 
@@ -59,12 +63,14 @@ class S3Fifo:
         (self._main if self._state_one[slot] & _MAIN else self._small).remove(slot)
         self._state_one[slot] = 0
 
-    def victim(self, blocked: Callable[[int], bool]) -> int:
+    def victim(self, blocked: Callable[[int], bool], scan: Scan | None = None) -> int:
         """Blocked slots go round to the head of their queue with their count. When all that the scan saw was in use
         often, the oldest of the main queue that is not blocked goes, rather than scan on."""
         state = self._state_one
         spared = -1
-        for _ in range(SCAN_MAX):
+        scan = scan or Scan()
+        for _ in range(scan.steps_max()):
+            scan.left -= 1
             small = self._small.size >= self._small_slots or not self._main.size
             queue = self._small if small else self._main
             slot = queue.tail

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from dpu_app.regions.eviction.base import SCAN_MAX, EvictionPolicy, Slots
+from dpu_app.regions.eviction.base import EvictionPolicy, Scan, Slots
 from dpu_app.regions.eviction.slot_queue import Links, SlotQueue
 from dpu_app.regions.huge_array import huge_zeros
 
@@ -19,6 +19,10 @@ class Sieve:
         self._used = huge_zeros(slots, np.uint8)
         self._used_one = self._used.data
         self._hand = -1
+
+    @property
+    def hit_counters(self) -> tuple[memoryview, bytes] | None:
+        return self._used_one, b"\1" * 256
 
     @property
     def bytes_per_slot(self) -> float:
@@ -39,13 +43,15 @@ class Sieve:
             self._hand = self._queue.newer(slot)
         self._queue.remove(slot)
 
-    def victim(self, blocked: Callable[[int], bool]) -> int:
+    def victim(self, blocked: Callable[[int], bool], scan: Scan | None = None) -> int:
         """The hand stops at the victim. Blocked slots are passed by, their bit kept. A hand that finds nothing unused
         within the scan takes the oldest that is not blocked, rather than refuse while there are blocks to evict."""
         queue, used = self._queue, self._used_one
         slot = self._hand if self._hand >= 0 else queue.tail
         spared = -1
-        for _ in range(min(SCAN_MAX, 2 * queue.size)):
+        scan = scan or Scan()
+        for _ in range(min(scan.steps_max(), 2 * queue.size)):
+            scan.left -= 1
             if not blocked(slot):
                 if not used[slot]:
                     self._hand = slot

@@ -66,6 +66,16 @@ def serve(channel: WorkerEnd, config: WorkerConfig) -> None:
 def answer(message: dict[str, Any], options: dict[str, str]) -> dict[str, Any]:
     if message["method"] == "status":
         return {"region": {}, "stats": {"LEASES": int(options.get("hold", "0")), "PINS": 0, "SLOTS": 64}}
+    if message["method"] == "pauses":
+        longest = {"duration_ns": 9, "waited_ns": 4, "ago_ns": 5, "parts_ns": {"gc": 9}}
+        return {
+            "bounds_ns": [1000, 2000],
+            "turns": [1, 2, 3],
+            "own": [3, 2, 1],
+            "parts": {"gc": [0, 0, 1]},
+            "total_ns": {"gc": 9},
+            "longest": [longest],
+        }
     return {}
 
 

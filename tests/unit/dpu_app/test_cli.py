@@ -55,7 +55,9 @@ def test_a_backend_that_is_not_installed_is_told_before_anything_runs(command: t
         assert words in err
 
 
-@pytest.mark.parametrize("command", [("status",), ("drain",), ("regions", "list"), ("regions", "delete", "r", "--yes")])
+@pytest.mark.parametrize(
+    "command", [("status",), ("pauses",), ("drain",), ("regions", "list"), ("regions", "delete", "r", "--yes")]
+)
 def test_commands_say_when_no_dpu_is_named_or_none_is_there(command: tuple[str, ...], tmp_path: Path) -> None:
     code, _, err = run(*command)
     assert (code, "which DPU?" in err) == (2, True)

@@ -17,12 +17,15 @@ import pytest
 from common import wire
 from common.status import Status
 from common.wire import CONNECT_DATA, Op, StatId
-from doca_shims.api import Completion, ConnectionState, Opcode, RecvRequest, SendRequest, ShimError, WcStatus
+from doca_shims.api import Completion, ConnectionState, Opcode, RecvRequest, SendFlags, SendRequest, ShimError, WcStatus
+from dpu_app.busy_poll import BusyPoll
 from dpu_app.flash.anonymous_memory import AnonymousMemory
 from dpu_app.peer import Peer
 from dpu_app.region_server import RegionFacts, RegionServer
 from dpu_app.worker_channel import ChannelClosedError, Message
 from tests.unit.dpu_app.regions.engine_world import SLOT_BYTES, World, content, key, statuses
+
+pytestmark = pytest.mark.usefixtures("both_ways")
 
 CREDITS = 4
 TOKEN = b"t" * 16
@@ -91,9 +94,6 @@ class AgentConnection(_Event):
         if self.fail_posts:
             raise ShimError(errno.ENOTCONN, "ibv_post_send", "the peer has just gone")
         for request in requests:
-            if request.opcode is not Opcode.SEND:
-                self._queue.extend(self.world.perform([request]))
-                continue
             (sge,) = request.sges
             done = Completion(request.wr_id, WcStatus.SUCCESS, Opcode.SEND, sge.length)
             (self._held if self.hold_sent else self._queue).append(done)
@@ -102,7 +102,14 @@ class AgentConnection(_Event):
             self.heard(answer)
         self.set()
 
-    def poll(self, max_completions: int = 256) -> list[Completion]:
+    def post_rdma(self, wr_id: int, opcode: Opcode, requests: bytes, flags: SendFlags) -> None:
+        if self.fail_posts:
+            raise ShimError(errno.ENOTCONN, "ibv_post_send", "the peer has just gone")
+        self._queue.extend(self.world.perform(wr_id, opcode, requests, flags))
+        self.set()
+
+    def poll(self, max_completions: int = 256, arm: bool = True) -> list[Completion]:
+        del arm
         out = [self._queue.popleft() for _ in range(min(max_completions, len(self._queue)))]
         if not self._queue:
             try:
@@ -169,7 +176,7 @@ class Channel(_Event):
 class Rig:
     """A region server on an engine in memory, with one agent connected and four blocks stored."""
 
-    def __init__(self) -> None:
+    def __init__(self, busy_poll_ns: int = 0) -> None:
         self.world = World(frames=16)
         self.world.store(KEYS)
         self.world.settle()
@@ -194,6 +201,7 @@ class Rig:
             self.world.clock,
             CREDITS,
             1024,
+            BusyPoll(busy_poll_ns),
         )
         namespaces = [{"handle": 1, "digest": (b"n" * 16).hex()}]
         opening = {"session_id": 9, "token": TOKEN.hex(), "tenant": "t", "namespaces": namespaces}
@@ -235,9 +243,10 @@ class Rig:
             owned.close()
 
 
-@pytest.fixture
-def rig() -> Iterator[Rig]:
-    rig = Rig()
+@pytest.fixture(params=[0, 1000], ids=["sleeps", "busy polling"])
+def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    """The clock stands still, so that busy polling never ends of itself."""
+    rig = Rig(request.param)
     yield rig
     rig.close()
 

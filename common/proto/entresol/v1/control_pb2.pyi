@@ -696,3 +696,145 @@ class DrainResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["regions", b"regions"]) -> None: ...
 
 global___DrainResponse = DrainResponse
+
+@typing.final
+class GetPausesRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___GetPausesRequest = GetPausesRequest
+
+@typing.final
+class GetPausesResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REGIONS_FIELD_NUMBER: builtins.int
+    @property
+    def regions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RegionPauses]:
+        """One for each region whose worker answers."""
+
+    def __init__(
+        self,
+        *,
+        regions: collections.abc.Iterable[global___RegionPauses] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["regions", b"regions"]) -> None: ...
+
+global___GetPausesResponse = GetPausesResponse
+
+@typing.final
+class RegionPauses(google.protobuf.message.Message):
+    """Turns of a worker's loop since it started."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REGION_FIELD_NUMBER: builtins.int
+    WORKER_PID_FIELD_NUMBER: builtins.int
+    BOUNDS_NS_FIELD_NUMBER: builtins.int
+    TURNS_FIELD_NUMBER: builtins.int
+    OWN_FIELD_NUMBER: builtins.int
+    PARTS_FIELD_NUMBER: builtins.int
+    LONGEST_FIELD_NUMBER: builtins.int
+    region: builtins.str
+    worker_pid: builtins.int
+    @property
+    def bounds_ns(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Upper bounds of the buckets below, rising; each list of counts has one more, for what is longer than all."""
+
+    @property
+    def turns(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def own(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Turns less the time in which the worker was ready to run and had no processor."""
+
+    @property
+    def parts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PausePart]:
+        """By cause, such as "flash" or "gc"; see dpu_app/turn_times.py."""
+
+    @property
+    def longest(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___LongPause]:
+        """The longest first."""
+
+    def __init__(
+        self,
+        *,
+        region: builtins.str = ...,
+        worker_pid: builtins.int = ...,
+        bounds_ns: collections.abc.Iterable[builtins.int] | None = ...,
+        turns: collections.abc.Iterable[builtins.int] | None = ...,
+        own: collections.abc.Iterable[builtins.int] | None = ...,
+        parts: collections.abc.Iterable[global___PausePart] | None = ...,
+        longest: collections.abc.Iterable[global___LongPause] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bounds_ns", b"bounds_ns", "longest", b"longest", "own", b"own", "parts", b"parts", "region", b"region", "turns", b"turns", "worker_pid", b"worker_pid"]) -> None: ...
+
+global___RegionPauses = RegionPauses
+
+@typing.final
+class PausePart(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CAUSE_FIELD_NUMBER: builtins.int
+    COUNTS_FIELD_NUMBER: builtins.int
+    TOTAL_NS_FIELD_NUMBER: builtins.int
+    cause: builtins.str
+    total_ns: builtins.int
+    @property
+    def counts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Of turns of 100 us and more: what this cause took of each."""
+
+    def __init__(
+        self,
+        *,
+        cause: builtins.str = ...,
+        counts: collections.abc.Iterable[builtins.int] | None = ...,
+        total_ns: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cause", b"cause", "counts", b"counts", "total_ns", b"total_ns"]) -> None: ...
+
+global___PausePart = PausePart
+
+@typing.final
+class LongPause(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class PartsNsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    DURATION_NS_FIELD_NUMBER: builtins.int
+    WAITED_NS_FIELD_NUMBER: builtins.int
+    AGO_NS_FIELD_NUMBER: builtins.int
+    PARTS_NS_FIELD_NUMBER: builtins.int
+    duration_ns: builtins.int
+    waited_ns: builtins.int
+    """Of it: ready to run, without a processor."""
+    ago_ns: builtins.int
+    @property
+    def parts_ns(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        duration_ns: builtins.int = ...,
+        waited_ns: builtins.int = ...,
+        ago_ns: builtins.int = ...,
+        parts_ns: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ago_ns", b"ago_ns", "duration_ns", b"duration_ns", "parts_ns", b"parts_ns", "waited_ns", b"waited_ns"]) -> None: ...
+
+global___LongPause = LongPause

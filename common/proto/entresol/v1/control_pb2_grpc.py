@@ -509,6 +509,11 @@ class DpuStub(object):
                 request_serializer=common_dot_proto_dot_entresol_dot_v1_dot_control__pb2.DrainRequest.SerializeToString,
                 response_deserializer=common_dot_proto_dot_entresol_dot_v1_dot_control__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.GetPauses = channel.unary_unary(
+                '/entresol.v1.Dpu/GetPauses',
+                request_serializer=common_dot_proto_dot_entresol_dot_v1_dot_control__pb2.GetPausesRequest.SerializeToString,
+                response_deserializer=common_dot_proto_dot_entresol_dot_v1_dot_control__pb2.GetPausesResponse.FromString,
+                _registered_method=True)
 
 
 class DpuServicer(object):
@@ -529,6 +534,13 @@ class DpuServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetPauses(self, request, context):
+        """How long each region's worker was away from its sockets: for so long nobody was served.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DpuServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -541,6 +553,11 @@ def add_DpuServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=common_dot_proto_dot_entresol_dot_v1_dot_control__pb2.DrainRequest.FromString,
                     response_serializer=common_dot_proto_dot_entresol_dot_v1_dot_control__pb2.DrainResponse.SerializeToString,
+            ),
+            'GetPauses': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetPauses,
+                    request_deserializer=common_dot_proto_dot_entresol_dot_v1_dot_control__pb2.GetPausesRequest.FromString,
+                    response_serializer=common_dot_proto_dot_entresol_dot_v1_dot_control__pb2.GetPausesResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -598,6 +615,33 @@ class Dpu(object):
             '/entresol.v1.Dpu/Drain',
             common_dot_proto_dot_entresol_dot_v1_dot_control__pb2.DrainRequest.SerializeToString,
             common_dot_proto_dot_entresol_dot_v1_dot_control__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetPauses(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/entresol.v1.Dpu/GetPauses',
+            common_dot_proto_dot_entresol_dot_v1_dot_control__pb2.GetPausesRequest.SerializeToString,
+            common_dot_proto_dot_entresol_dot_v1_dot_control__pb2.GetPausesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -261,6 +261,12 @@ class DpuStub:
     that took longer than `timeout_ms`; the regions stay draining.
     """
 
+    GetPauses: grpc.UnaryUnaryMultiCallable[
+        common.proto.entresol.v1.control_pb2.GetPausesRequest,
+        common.proto.entresol.v1.control_pb2.GetPausesResponse,
+    ]
+    """How long each region's worker was away from its sockets: for so long nobody was served."""
+
 class DpuAsyncStub:
     """The DPU application as a whole."""
 
@@ -276,6 +282,12 @@ class DpuAsyncStub:
     """Refuses new stores on every region, or the named ones, and flushes what is dirty. DEADLINE_EXCEEDED when
     that took longer than `timeout_ms`; the regions stay draining.
     """
+
+    GetPauses: grpc.aio.UnaryUnaryMultiCallable[
+        common.proto.entresol.v1.control_pb2.GetPausesRequest,
+        common.proto.entresol.v1.control_pb2.GetPausesResponse,
+    ]
+    """How long each region's worker was away from its sockets: for so long nobody was served."""
 
 class DpuServicer(metaclass=abc.ABCMeta):
     """The DPU application as a whole."""
@@ -296,5 +308,13 @@ class DpuServicer(metaclass=abc.ABCMeta):
         """Refuses new stores on every region, or the named ones, and flushes what is dirty. DEADLINE_EXCEEDED when
         that took longer than `timeout_ms`; the regions stay draining.
         """
+
+    @abc.abstractmethod
+    def GetPauses(
+        self,
+        request: common.proto.entresol.v1.control_pb2.GetPausesRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[common.proto.entresol.v1.control_pb2.GetPausesResponse, collections.abc.Awaitable[common.proto.entresol.v1.control_pb2.GetPausesResponse]]:
+        """How long each region's worker was away from its sockets: for so long nobody was served."""
 
 def add_DpuServicer_to_server(servicer: DpuServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -15,10 +15,10 @@ import numpy as np
 from common import wire
 from common.status import Status
 from common.wire import Capsule, EntryFlags, Flags, Op
-from doca_shims.api import Completion, Opcode, SendFlags, SendRequest, WcStatus
+from doca_shims.api import RDMA_REQUEST, Completion, Opcode, SendFlags, WcStatus
 from dpu_app.flash.anonymous_memory import AnonymousMemory
 from dpu_app.regions.admission import AdmissionFilter, AdmitAll
-from dpu_app.regions.context import EngineSettings
+from dpu_app.regions.context import EngineSettings, Posting
 from dpu_app.regions.engine import RegionEngine
 from dpu_app.regions.quota import FixedQuotas
 from dpu_app.regions.recovery import close_region, format_region, open_region
@@ -82,7 +82,8 @@ class World:
         self.client = AnonymousMemory(1 << 20)
         self._request_id = 0
         self.hold_fabric = False
-        self.held: list[tuple[int, list[SendRequest]]] = []
+        self.held: list[Posting] = []
+        self.unsent: list[int] = []
         self.answers: dict[tuple[int, int], Capsule] = {}
         self.broken: set[int] = set()
         self._start(format_new=media is None)
@@ -141,17 +142,21 @@ class World:
             broken, outbox.broken = outbox.broken, []
             if flash:
                 self.flash.submit(flash)
-            for connection_id, requests in fabric:
+            for posting in fabric:
                 if self.hold_fabric:
-                    self.held.append((connection_id, requests))
+                    self.held.append(posting)
                 else:
-                    self.engine.on_fabric(connection_id, self.perform(requests))
+                    self.engine.on_fabric(posting.connection_id, self.perform(*posting[1:]))
             for connection_id, response in responses:
                 capsule = wire.decode_response(response)
                 key = (connection_id, capsule.request_id)
                 if key in self.answers:
                     raise AssertionError("answered twice")
                 self.answers[key] = capsule
+                if self.hold_fabric:
+                    self.unsent.append(connection_id)
+                else:
+                    self.engine.on_sent(connection_id, 1)
             for connection_id in broken:
                 self.broken.add(connection_id)
                 self.engine.disconnected(connection_id)
@@ -159,26 +164,25 @@ class World:
     def release_fabric(self) -> None:
         self.hold_fabric = False
         held, self.held = self.held, []
-        for connection_id, requests in held:
-            self.engine.on_fabric(connection_id, self.perform(requests))
+        for posting in held:
+            self.engine.on_fabric(posting.connection_id, self.perform(*posting[1:]))
+        unsent, self.unsent = self.unsent, []
+        for connection_id in unsent:
+            self.engine.on_sent(connection_id, 1)
         self.carry_out()
 
-    def perform(self, requests: Sequence[SendRequest]) -> list[Completion]:
-        done: list[Completion] = []
-        for request in requests:
-            ((local, length, _),) = request.sges
-            inside = self.client.address <= request.remote_address and (
-                request.remote_address + length <= self.client.address + self.client.length_bytes
-            )
-            if request.rkey != RKEY or not inside:
-                return [*done, Completion(request.wr_id, WcStatus.REM_ACCESS_ERR, request.opcode, 0)]
-            source, target = local, request.remote_address
-            if request.opcode is Opcode.RDMA_READ:
+    def perform(
+        self, wr_id: int, opcode: Opcode, requests: bytes | bytearray | memoryview, flags: SendFlags
+    ) -> list[Completion]:
+        for local, remote, length, _, rkey, _ in RDMA_REQUEST.iter_unpack(requests):
+            inside = self.client.address <= remote and remote + length <= self.client.address + self.client.length_bytes
+            if rkey != RKEY or not inside:
+                return [Completion(wr_id, WcStatus.REM_ACCESS_ERR, opcode, 0)]
+            source, target = local, remote
+            if opcode is Opcode.RDMA_READ:
                 source, target = target, source
             ctypes.memmove(target, source, length)
-            if request.flags & SendFlags.SIGNALED:
-                done.append(Completion(request.wr_id, WcStatus.SUCCESS, request.opcode, length))
-        return done
+        return [Completion(wr_id, WcStatus.SUCCESS, opcode, 0)] if flags & SendFlags.SIGNALED else []
 
     def flash_step(self) -> None:
         self.engine.on_flash(self.flash.poll())

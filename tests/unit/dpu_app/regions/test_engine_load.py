@@ -9,10 +9,13 @@ import xxhash
 from common import wire
 from common.status import BlockState, Status
 from common.wire import EntryFlags, Flags, Op, StatId
+from doca_shims.api import RDMA_REQUEST
 from dpu_app.regions import staged_batches
 from dpu_app.regions.context import EngineSettings
 from emulator.sim_flash import FaultPlan
 from tests.unit.dpu_app.regions.engine_world import SLOT_BYTES, World, content, key, statuses
+
+pytestmark = pytest.mark.usefixtures("both_ways")
 
 FOUR = [key(i) for i in range(4)]
 
@@ -277,7 +280,7 @@ def test_send_queue_limits_are_kept() -> None:
         sges["length"] = 512
         sges["rkey"] = 77
         requests.append(world.submit(Op.RETRIEVE, entries, sges=sges))
-    assert sum(len(batch) for _, batch in world.held) == 256
+    assert sum(len(posting.requests) for posting in world.held) == 256 * RDMA_REQUEST.size
     while world.held:
         world.release_fabric()
     assert all(statuses(world.answer(request)) == [Status.OK] * 16 for request in requests)

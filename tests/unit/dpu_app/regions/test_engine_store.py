@@ -11,10 +11,14 @@ from common.status import BlockState, Status
 from common.wire import EntryFlags, Flags, Op, StatId
 from dpu_app.regions import index
 from dpu_app.regions.admission import SecondRequest
+from dpu_app.regions.catalogue import Catalogue
 from dpu_app.regions.context import EngineSettings
+from dpu_app.regions.eviction.base import SCAN_MAX, SCAN_MIN
 from dpu_app.regions.quota import FixedQuotas
 from emulator.sim_flash import FaultPlan
 from tests.unit.dpu_app.regions.engine_world import SLOT_BYTES, World, content, key, statuses
+
+pytestmark = pytest.mark.usefixtures("both_ways")
 
 FOUR = [key(i) for i in range(4)]
 
@@ -326,3 +330,27 @@ def test_namespaces_that_came_and_went_do_not_use_the_region_up(monkeypatch: pyt
         world.engine.connected(2, 2, window_lkey=6)
         assert statuses(world.ask(Op.STORE, world.block_entries(FOUR[:1], SLOT_BYTES), connection_id=2)) == [Status.OK]
         world.engine.close_session(2)
+
+
+@pytest.mark.parametrize("eviction", ["lru", "s3fifo"])
+def test_a_batch_that_finds_no_victim_does_not_search_for_each_entry(
+    eviction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(slots=3000, frames=64, settings=EngineSettings(pins_fraction=1.0), eviction=eviction)
+    keys = [key(i) for i in range(world.slots)]
+    for start in range(0, len(keys), 32):
+        world.store(keys[start : start + 32])
+        world.settle()
+    for start in range(0, len(keys), 500):
+        world.ask(Op.PIN, world.key_entries(keys[start : start + 500]))
+    looked = 0
+    blocked = Catalogue.blocked
+
+    def look(catalogue: Catalogue, slot: int) -> bool:
+        nonlocal looked
+        looked += 1
+        return blocked(catalogue, slot)
+
+    monkeypatch.setattr(Catalogue, "blocked", look)
+    assert world.store([key(10_000 + i) for i in range(16)]) == [Status.NO_SPACE] * 16
+    assert looked <= SCAN_MAX + 16 * SCAN_MIN

@@ -12,6 +12,7 @@ import pytest
 
 from common.errors import UserError
 from dpu_app.regions.eviction import POLICIES, create
+from dpu_app.regions.eviction.base import SCAN_MAX, SCAN_MIN, Scan
 from dpu_app.regions.eviction.ghost import Ghost
 from dpu_app.regions.eviction.s3fifo import S3Fifo
 
@@ -312,3 +313,66 @@ def test_a_returning_key_goes_to_the_main_queue() -> None:
 def test_an_unknown_policy_is_refused_with_the_names() -> None:
     with pytest.raises(UserError, match="s3fifo, lru, fifo, sieve"):
         create("arc", 64, _mixed)
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+@pytest.mark.parametrize("blocked", [False, True])
+def test_all_scans_of_a_turn_are_bounded_together(name: str, blocked: bool) -> None:
+    """A batch of stores while every block is in use, or may not be evicted at all."""
+    slots = 30_000
+    policy = create(name, slots, _mixed)
+    policy.bulk_insert(np.arange(slots))
+    for _ in range(4):
+        policy.on_hit(np.arange(slots))
+    looked = 0
+
+    def look(slot: int) -> bool:
+        nonlocal looked
+        del slot
+        looked += 1
+        return blocked
+
+    scan = Scan()
+    for turn in range(1, 3):
+        scan.refill()
+        for _ in range(512):
+            victim = policy.victim(look, scan)
+            assert (victim < 0) == blocked
+            if victim >= 0:
+                policy.on_remove(victim)
+        assert looked <= turn * (SCAN_MAX + 512 * SCAN_MIN)
+
+
+@pytest.mark.parametrize("name", ["fifo", "lru"])
+def test_blocked_slots_are_passed_by_once_in_a_turn(name: str) -> None:
+    policy = create(name, 5000, _mixed)
+    policy.bulk_insert(np.arange(5000))
+    looked = 0
+
+    def look(slot: int) -> bool:
+        nonlocal looked
+        looked += 1
+        return slot < 1000 or slot % 2 == 0
+
+    scan = Scan()
+    victims = []
+    for _ in range(500):
+        victims.append(policy.victim(look, scan))
+        policy.on_remove(victims[-1])
+    assert victims == list(range(1001, 2000, 2))
+    assert looked == 2000
+    scan.refill()
+    assert policy.victim(lambda slot: False, scan) == 0  # in the next turn the oldest is the first again
+
+
+def test_a_large_ghost_list_is_swept_in_small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dpu_app.regions.eviction.ghost._SWEEP_CELLS", 64)
+    swept = Ghost(1300)
+    assert swept.cells_per_sweep <= 64
+    monkeypatch.undo()
+    assert Ghost(1_000_000).cells_per_sweep <= 1 << 14
+    for fingerprint in range(1, 5001):
+        swept.insert(_mixed(fingerprint) & 0xFFFFFFFF)
+    remembered = [n for n in range(1, 5001) if swept.take(_mixed(n) & 0xFFFFFFFF)]
+    assert len([n for n in remembered if n > 5000 - 1200]) >= 0.93 * 1200
+    assert len([n for n in remembered if n <= 5000 - 1200]) <= 250

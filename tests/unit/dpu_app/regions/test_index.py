@@ -153,7 +153,7 @@ def test_churn_at_full_load_does_not_degrade() -> None:
         index.insert(slot, numbers.getrandbits(64), numbers.getrandbits(64), namespace, 1, 0, 1, 2, 0)
         present.append(slot)
     hashed = index.key_hash
-    assert int(np.count_nonzero(hashed.tags8)) + len(hashed._homeless) == 512
+    assert int(np.count_nonzero(hashed.tags8)) + len(hashed.homeless) == 512
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.int32, np.int16])

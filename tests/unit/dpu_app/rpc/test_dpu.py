@@ -58,6 +58,20 @@ async def test_a_stopped_worker_delays_status_and_no_more(start_dpu: Any, monkey
     assert other.stats["SLOTS"] == 64
 
 
+async def test_pauses_are_of_the_workers_that_answer(start_dpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(region_set, "CALL_TIMEOUT_S", 0.2)
+    dpu = await start_dpu({"r0": {}, "r1": {"deaf": "pauses"}, "r2": {"fail": "user"}})
+    await dpu.until_state("r0", RegionState.SERVING)
+    await dpu.until_state("r1", RegionState.SERVING)
+    answer = await dpu.call(dpu.dpu.GetPauses, control_pb2.GetPausesRequest())
+    [pauses] = answer.regions
+    assert (pauses.region, pauses.worker_pid > 0) == ("r0", True)
+    assert (list(pauses.bounds_ns), list(pauses.turns), list(pauses.own)) == ([1000, 2000], [1, 2, 3], [3, 2, 1])
+    assert [(part.cause, list(part.counts), part.total_ns) for part in pauses.parts] == [("gc", [0, 0, 1], 9)]
+    [longest] = pauses.longest
+    assert (longest.duration_ns, longest.waited_ns, longest.ago_ns, dict(longest.parts_ns)) == (9, 4, 5, {"gc": 9})
+
+
 async def test_draining_reaches_the_workers_named_and_survives_their_restart(start_dpu: Any) -> None:
     dpu = await start_dpu({"r0": {}, "r1": {}})
     for name in ("r0", "r1"):

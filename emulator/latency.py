@@ -1,0 +1,261 @@
+"""`entresol-emu bench-latency`: latency of one-block requests, idle and beside stores, and the pauses behind it.
+
+One pod with one region worker; three processes of `emulator.latency_agent`. Phases take turns: idle, load, idle,
+load. Each gives the requests' latencies, the worker's own pauses by cause, and what the machine did to processes that
+were ready to run: their wait for a processor, a process that only sleeps, stolen time. Starts and asks; shows nothing
+(`emulator.latency_report`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from common.errors import InternalError
+from common.wire import StatId
+from dpu_app.control_client import ControlClient
+from dpu_app.pause_report import pause_values
+from emulator.pod import Pod
+from emulator.pod_settings import PodSettings
+from emulator.processes import MARK_VARIABLE
+from host_agent.bench.environment import read_environment
+
+PHASES: Final = ("idle", "load")
+_CALL_TIMEOUT_S: Final = 10.0
+_END_TIMEOUT_S: Final = 20.0
+_COUNTED: Final = ("EVICTIONS", "EXPIRED", "DELETES", "FLASH_WRITE_BYTES", "TABLE_WRITE_BYTES", "FLASH_READ_BYTES")
+
+
+@dataclass(frozen=True)
+class LatencySettings:
+    """What to measure."""
+
+    rounds: int = 2
+    """Of idle and load each."""
+    idle_requests: int = 10_000
+    """Of one phase, RETRIEVEs and LOOKUPs together."""
+    load_requests: int = 20_000
+    rate_per_s: float = 400.0
+    """Of the probe: low enough that one request seldom waits for the one before."""
+    block_bytes: int = 64 << 10
+    """Of the blocks that are stored beside it; the probe's are 4 KiB."""
+    batch: int = 64
+    slots: int = 8192
+    """Few, so that the region is full, and evicting, in seconds."""
+    frames: int = 1024
+
+    @classmethod
+    def quick(cls) -> LatencySettings:
+        """In seconds, for tests and to see that it works; too little for figures."""
+        return cls(rounds=1, idle_requests=200, load_requests=400, batch=16, slots=512, frames=128)
+
+
+def latency_pod(settings: PodSettings, latency: LatencySettings) -> PodSettings:
+    """`settings` with one region worker, so that stores and the probe meet in it."""
+    return dataclasses.replace(
+        settings,
+        dpus=1,
+        regions=1,
+        slot_bytes=latency.block_bytes,
+        window_bytes=latency.frames * latency.block_bytes,
+        capacity_bytes=latency.slots * latency.block_bytes,
+    )
+
+
+def measure_latency(settings: PodSettings, latency: LatencySettings, told: Callable[[str], None]) -> dict[str, Any]:
+    """The report, as `emulator.latency_report` shows it; plain values for JSON. The pod is down again on return."""
+    environment = read_environment()
+    told("starting a pod")
+    pod = Pod.up(latency_pod(settings, latency), told)
+    try:
+        with contextlib.ExitStack() as stack:
+            run = _Run(pod, latency, stack)
+            rounds: dict[str, list[dict[str, Any]]] = {phase: [] for phase in PHASES}
+            told("filling the region")
+            run.fill()
+            for number in range(latency.rounds):
+                for phase in PHASES:
+                    told(f"{phase}, {number + 1} of {latency.rounds}")
+                    rounds[phase].append(run.phase(phase))
+    finally:
+        pod.down()
+    return {
+        "report": "latency",
+        "environment": environment.as_dict(),
+        "settings": {**dataclasses.asdict(latency), "fabric": settings.fabric, "eviction": settings.eviction},
+        "phases": rounds,
+    }
+
+
+class _Child:
+    """One process of `emulator.latency_agent`."""
+
+    def __init__(self, pod: Pod, role: str, *options: str) -> None:
+        command = [sys.executable, "-m", "emulator.latency_agent", role, *options]
+        environment = {**os.environ, MARK_VARIABLE: pod.state.mark}
+        self._role = role
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+        self.answer()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def order(self, **values: Any) -> None:
+        if self._process.stdin is None:
+            raise InternalError(f"the {self._role} process has no input")
+        self._process.stdin.write(json.dumps(values) + "\n")
+        self._process.stdin.flush()
+
+    def answer(self) -> dict[str, Any]:
+        """Waits for it. Raises InternalError where the process ended or failed instead."""
+        line = self._process.stdout.readline() if self._process.stdout is not None else ""
+        values: dict[str, Any] = json.loads(line) if line else {"error": "it ended"}
+        if "error" in values:
+            raise InternalError(f"the {self._role} process of the benchmark failed: {values['error']}")
+        return values
+
+    def close(self) -> None:
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+        try:
+            self._process.wait(_END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+class _Run:
+    """A pod with its processes. What it starts is ended by `stack`."""
+
+    def __init__(self, pod: Pod, latency: LatencySettings, stack: contextlib.ExitStack) -> None:
+        self._latency = latency
+        self._control = stack.enter_context(ControlClient(pod.state.dpus[0].control, _CALL_TIMEOUT_S))
+        agent = ("--config", str(pod.state.agent_config), "--salt", secrets.token_hex(8))
+        agent += ("--block-bytes", str(latency.block_bytes))
+        self._children: dict[str, _Child] = {}
+        for role, options in (
+            ("probe", agent),
+            ("store", (*agent, "--batch", str(latency.batch))),
+            ("watch", ()),
+        ):
+            child = self._children[role] = _Child(pod, role, *options)
+            stack.callback(child.close)
+
+    def fill(self) -> None:
+        """Until the region has evicted something: from then on every store does."""
+        with self._running("store"):
+            while not self._statistics()["EVICTIONS"]:
+                pass
+
+    def phase(self, phase: str) -> dict[str, Any]:
+        latency = self._latency
+        requests = latency.load_requests if phase == "load" else latency.idle_requests
+        with contextlib.ExitStack() as stack:
+            stored = stack.enter_context(self._running("store")) if phase == "load" else None
+            watched = stack.enter_context(self._running("watch"))
+            before = self._snapshot()
+            probe = self._children["probe"]
+            probe.order(requests=requests, rate_per_s=latency.rate_per_s)
+            answers = probe.answer()
+            after = self._snapshot()
+        return {
+            "requests": answers,
+            "stores": None if stored is None else stored[0],
+            "machine": {"over_ns": watched[0]["over_ns"], **_machine(before, after)},
+            "pauses": pause_difference(before["pauses"], after["pauses"], after["at_ns"] - before["at_ns"]),
+            "counters": {name: after["stats"][name] - before["stats"][name] for name in _COUNTED},
+        }
+
+    @contextlib.contextmanager
+    def _running(self, role: str) -> Iterator[list[dict[str, Any]]]:
+        """A child is at work meanwhile; its answer is in the list afterwards."""
+        child = self._children[role]
+        answers: list[dict[str, Any]] = []
+        child.order()
+        try:
+            yield answers
+        finally:
+            child.order(stop=True)
+            answers.append(child.answer())
+
+    def _statistics(self) -> dict[str, int]:
+        [region] = self._control.status().regions
+        return {stat.name: region.stats.get(stat.name, 0) for stat in StatId}
+
+    def _snapshot(self) -> dict[str, Any]:
+        [pauses] = self._control.pauses()
+        pids = {"worker": pauses.worker_pid, **{role: child.pid for role, child in self._children.items()}}
+        return {
+            "pauses": pause_values(pauses),
+            "stats": self._statistics(),
+            "schedules": {name: schedule_of(pid) for name, pid in pids.items()},
+            "steal_ticks": _steal_ticks(),
+            "at_ns": time.monotonic_ns(),
+        }
+
+
+
+
+def pause_difference(before: dict[str, Any], after: dict[str, Any], elapsed_ns: int) -> dict[str, Any]:
+    """What came between two `dpu_app.pause_report.pause_values` of one worker, `elapsed_ns` apart."""
+    return {
+        "bounds_ns": after["bounds_ns"],
+        "turns": _less(after["turns"], before["turns"]),
+        "own": _less(after["own"], before["own"]),
+        "parts": {cause: _less(counts, before["parts"][cause]) for cause, counts in after["parts"].items()},
+        "total_ns": {cause: ns - before["total_ns"][cause] for cause, ns in after["total_ns"].items()},
+        "longest": [pause for pause in after["longest"] if pause["ago_ns"] <= elapsed_ns],
+    }
+
+
+def _less(after: Sequence[int], before: Sequence[int]) -> list[int]:
+    return [late - early for late, early in zip(after, before)]
+
+
+def schedule_of(pid: int) -> tuple[int, int] | None:
+    """Time the main thread of a process was on a processor, and was ready without one, in ns; None where the kernel
+    does not tell."""
+    try:
+        fields = Path(f"/proc/{pid}/schedstat").read_text().split()
+    except OSError:
+        return None
+    return int(fields[0]), int(fields[1])
+
+
+def _steal_ticks() -> int:
+    """Of all processors, since boot: taken by the host for other machines."""
+    try:
+        fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()
+    except OSError:
+        return 0
+    return int(fields[8]) if len(fields) > 8 else 0
+
+
+def _machine(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """Between two snapshots: seconds, and by process its share of them on a processor and ready without one."""
+    elapsed_ns = after["at_ns"] - before["at_ns"]
+    processes = {}
+    for name, late in after["schedules"].items():
+        early = before["schedules"].get(name)
+        if early is not None and late is not None:
+            processes[name] = {
+                "on_processor": (late[0] - early[0]) / elapsed_ns,
+                "ready": (late[1] - early[1]) / elapsed_ns,
+            }
+    steal_s = (after["steal_ticks"] - before["steal_ticks"]) / os.sysconf("SC_CLK_TCK")
+    return {"seconds": elapsed_ns / 1e9, "processes": processes, "steal_s": steal_s}
