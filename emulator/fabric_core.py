@@ -52,11 +52,12 @@ _SUCCESS = WcStatus.SUCCESS
 _RECV = Opcode.RECV
 _new = tuple.__new__
 """Builds a named tuple in half the time that calling its class takes."""
-_OPCODES = (Opcode.RDMA_WRITE, Opcode.SEND, Opcode.RDMA_READ)
+_OPCODES = (Opcode.SEND, Opcode.RDMA_WRITE, Opcode.RDMA_READ)
 _SIGNALED = int(SendFlags.SIGNALED)
 _BATCH = 1 << 8
 _BATCH_END = 1 << 9
 """Flags of a request that is one of a `post_rdma`, and of its last one: together they fail by one completion."""
+_SIGNALED_END = _SIGNALED | _BATCH | _BATCH_END
 
 
 @dataclass(frozen=True)
@@ -345,16 +346,16 @@ class QueuePair(Endpoint):
         """Check a batch and take its slots; raises with nothing posted."""
         if self.state is not _READY:
             raise self._not_ready("ibv_post_send")
+        used = self._send_used + len(requests)
+        if used > self.limits.max_send_wr:
+            raise self._full()
         most = self.limits.max_sge
-        used = self._send_used
-        self._take_send_slots(len(requests))
-        self._send_used = used
         for _, opcode, sges, _, _, _ in requests:
             if len(sges) > most:
                 raise ShimError(errno.EINVAL, "ibv_post_send", f"{len(sges)} elements; the queue takes {most}")
             if opcode not in _OPCODES:
                 raise ShimError(errno.EINVAL, "ibv_post_send", f"opcode {opcode} cannot be sent")
-        self._send_used += len(requests)
+        self._send_used = used
 
     def post_send(self, requests: Sequence[SendRequest]) -> None:
         """`doca_shims.api.Connection.post_send`."""
@@ -394,8 +395,11 @@ class QueuePair(Endpoint):
     def _take_send_slots(self, count: int) -> None:
         """Raises ShimError ENOMEM where there are not as many."""
         if self._send_used + count > self.limits.max_send_wr:
-            raise ShimError(errno.ENOMEM, "ibv_post_send", f"the queue has {self.limits.max_send_wr} slots")
+            raise self._full()
         self._send_used += count
+
+    def _full(self) -> ShimError:
+        return ShimError(errno.ENOMEM, "ibv_post_send", f"the queue has {self.limits.max_send_wr} slots")
 
     def _not_ready(self, operation: str) -> ShimError:
         return ShimError(errno.ENOTCONN, operation, f"the connection to {self.peer} is {self.state.name}")
@@ -403,7 +407,7 @@ class QueuePair(Endpoint):
     def _complete_send(self, wr_id: int, opcode: Opcode, flags: int, status: WcStatus, byte_count: int = 0) -> None:
         """Retire the oldest posted send."""
         if status is _SUCCESS:
-            if not flags & _SIGNALED:
+            if flags != _SIGNALED and flags != _SIGNALED_END:  # an IntFlag compares fast and masks slowly
                 self._silent += 1
                 return
         elif flags & _BATCH:
@@ -429,8 +433,14 @@ class QueuePair(Endpoint):
     def _reap(self, max_completions: int) -> list[Completion]:
         """Take completions off the queue and free their slots."""
         queue = self._cq
+        count = min(len(queue), max_completions)
+        if count == 1:
+            completion, sends, recvs = queue.popleft()
+            self._send_used -= sends
+            self._recv_used -= recvs
+            return [completion]
         reaped: list[Completion] = []
-        for _ in range(min(len(queue), max_completions)):
+        for _ in range(count):
             completion, sends, recvs = queue.popleft()
             self._send_used -= sends
             self._recv_used -= recvs
