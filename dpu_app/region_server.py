@@ -215,24 +215,30 @@ class RegionServer:
         outbox = self._engine.outbox
         first = True
         while not outbox.empty:
-            if outbox.flash:
-                flash, outbox.flash = outbox.flash, []
-                self._submit(flash)
-            completing: dict[int, None] = {}
-            if outbox.fabric:
-                fabric, outbox.fabric = outbox.fabric, []
-                self._post(fabric, completing)
-            if outbox.responses:
-                responses, outbox.responses = outbox.responses, []
-                self._send(responses)
-            if outbox.broken:
-                broken, outbox.broken = outbox.broken, []
-                for connection_id in broken:
-                    self._drop(connection_id, "a transfer failed")
+            completing = self._put_out()
             if first:
                 for connection_id in completing:  # a transfer may be through already
                     self._poll_peer(connection_id, now_ns)
             first = False
+
+    def _put_out(self) -> dict[int, None]:
+        """Start what the outbox holds; the connections where some of it will complete."""
+        outbox = self._engine.outbox
+        completing: dict[int, None] = {}
+        if outbox.flash:
+            flash, outbox.flash = outbox.flash, []
+            self._submit(flash)
+        if outbox.fabric:
+            fabric, outbox.fabric = outbox.fabric, []
+            self._post(fabric, completing)
+        if outbox.responses:
+            responses, outbox.responses = outbox.responses, []
+            self._send(responses)
+        if outbox.broken:
+            broken, outbox.broken = outbox.broken, []
+            for connection_id in broken:
+                self._drop(connection_id, "a transfer failed")
+        return completing
 
     def _post(self, fabric: list[Posting], completing: dict[int, None]) -> None:
         """READs and WRITEs; notes the connections where some of them will complete."""
@@ -338,7 +344,11 @@ class RegionServer:
         if capsules:
             self._busy_poll.served(now_ns)
             for capsule in capsules:
+                if self._peers.get(connection_id) is not peer:
+                    return
                 engine.receive(connection_id, capsule)
+                if engine.outbox.fabric and len(capsules) > 1:
+                    self._put_out()  # the agent works on the answer to one while the next one's bytes are moved
 
     def _drop(self, connection_id: int, reason: str = "") -> None:
         peer = self._peers.get(connection_id)

@@ -73,7 +73,7 @@ def submit_plan(
     capsule_blocks: int = MAX_BATCH,
     seal: Seal | None = None,
 ) -> None:
-    """Send every block of a plain batch to its region, at most so many in a capsule."""
+    """Send every block of a plain batch to its region, about so many in a capsule."""
     if plan.order is not None:
         operation.reorder(plan.order)
     body = memoryview(plan.body)
@@ -118,7 +118,7 @@ def submit(
     capsule_blocks: int = MAX_BATCH,
     seal: Seal | None = None,
 ) -> list[Share]:
-    """Send every block, or those at `sendable`, to its region, at most so many in a capsule."""
+    """Send every block, or those at `sendable`, to its region, about so many in a capsule."""
     shares, ordered = _shares(operation, slot_class, pairs, entries, sendable)
     prepared: _Prepared = []
     position = 0
