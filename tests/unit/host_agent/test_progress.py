@@ -128,6 +128,27 @@ def test_off_or_alone_on_one_core_nobody_looks(limit_s: float, cores: int) -> No
         waiting.progress.close()
 
 
+@pytest.mark.parametrize("others_wait", [False, True])
+def test_what_arrived_is_looked_into_unless_others_wait(waiting: Waiting, others_wait: bool) -> None:
+    """A leader must not keep other callers waiting for its own checksums."""
+    left = 3
+
+    def check() -> bool:
+        nonlocal left
+        left -= 1
+        return left >= 0
+
+    operation = Operation(Op.RETRIEVE, bytearray(16), waiting.clock.now_ns + 10**9)
+    operation.check = check
+    link: Any = Link(answers_at=1_000_000)
+    link.request = Request(operation, bytes(64), 1, 0)
+    link.request.link = link
+    operation.pending.add(link.request)
+    waiting.progress._followers = int(others_wait)
+    waiting.progress.wait(operation)
+    assert left == (3 if others_wait else -1)
+
+
 def test_kinds_of_operations_are_told_apart(waiting: Waiting) -> None:
     slow = Operation(Op.RETRIEVE, bytearray(512 * 16), 0)
     quick = Operation(Op.LOOKUP, bytearray(8), 0)
