@@ -82,10 +82,13 @@ def submit_plan(
     start = 0
     for region, grants, handle, end in zip(slot_class.regions, plan.grants, plan.handles, plan.ends):
         if end > start and handle and grants is not None:  # the others stay DISCONNECTED
-            made = [
-                Request(operation, body[first * entry_bytes : last * entry_bytes], last - first, first, flags)
-                for first, last in batch.cuts(start, end, capsule_blocks)
-            ]
+            if end - start <= capsule_blocks:
+                made = [Request(operation, body[start * entry_bytes : end * entry_bytes], end - start, start, flags)]
+            else:
+                made = [
+                    Request(operation, body[first * entry_bytes : last * entry_bytes], last - first, first, flags)
+                    for first, last in batch.cuts(start, end, capsule_blocks)
+                ]
             operation.pending.update(made)
             prepared.append((region.link, made, grants))
         start = end
