@@ -224,24 +224,30 @@ class RegionServer:
         outbox = self._engine.outbox
         first = True
         while not outbox.empty:
-            completing: set[int] | None = None
-            if outbox.fabric:
-                fabric, outbox.fabric = outbox.fabric, []
-                completing = self._post(fabric)
-            if outbox.responses:
-                responses, outbox.responses = outbox.responses, []
-                self._send(responses)
-            if outbox.flash:  # last: handing over a hundred writes takes longer than to answer the agent
-                flash, outbox.flash = outbox.flash, []
-                self._submit(flash)
-            if outbox.broken:
-                broken, outbox.broken = outbox.broken, []
-                for connection_id in broken:
-                    self._drop(connection_id, "a transfer failed")
+            completing = self._put_out()
             if first and completing:
                 for connection_id in sorted(completing):  # a transfer may be through already
                     self._poll_peer(connection_id, now_ns)
             first = False
+
+    def _put_out(self) -> set[int] | None:
+        """Start what the outbox holds; the connections where some of it will complete."""
+        outbox = self._engine.outbox
+        completing: set[int] | None = None
+        if outbox.fabric:
+            fabric, outbox.fabric = outbox.fabric, []
+            completing = self._post(fabric)
+        if outbox.responses:
+            responses, outbox.responses = outbox.responses, []
+            self._send(responses)
+        if outbox.flash:  # last: handing over a hundred writes takes longer than to answer the agent
+            flash, outbox.flash = outbox.flash, []
+            self._submit(flash)
+        if outbox.broken:
+            broken, outbox.broken = outbox.broken, []
+            for connection_id in broken:
+                self._drop(connection_id, "a transfer failed")
+        return completing
 
     def _post(self, fabric: list[Posting]) -> set[int] | None:
         """READs and WRITEs; the connections where some of them will complete."""
@@ -348,10 +354,10 @@ class RegionServer:
                 engine.on_fabric(connection_id, work)
             if capsules:
                 self._busy_poll.served(now_ns)
-                for capsule in capsules:
-                    engine.receive(connection_id, capsule)
+                self._receive(connection_id, peer, capsules)
             if work or capsules:
-                self._unsettled.add(connection_id)  # whether there is more, the next turn sees
+                if self._peers.get(connection_id) is peer:
+                    self._unsettled.add(connection_id)  # whether there is more, the next turn sees
                 return
         if peer.lost:
             self._drop(connection_id, "the agent is gone")
@@ -359,6 +365,15 @@ class RegionServer:
             os.sched_yield()
         else:
             self._unsettled.discard(connection_id)
+
+    def _receive(self, connection_id: int, peer: Peer, capsules: list[memoryview]) -> None:
+        engine = self._engine
+        for capsule in capsules:
+            if self._peers.get(connection_id) is not peer:
+                return
+            engine.receive(connection_id, capsule)
+            if engine.outbox.fabric and len(capsules) > 1:
+                self._put_out()  # the agent works on the answer to one while the next one's bytes are moved
 
     def _drop(self, connection_id: int, reason: str = "") -> None:
         peer = self._peers.get(connection_id)
