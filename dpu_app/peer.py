@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from common.wire import ACCEPT_DATA, CONNECT_DATA, MAX_CAPSULE_BYTES
 from doca_shims.api import (
@@ -35,6 +35,8 @@ from doca_shims.api import (
 _SEND = 1 << 62
 _RECV = 1 << 63
 _INDEX = _SEND - 1
+_SIGNALED = cast(SendFlags, int(SendFlags.SIGNALED))
+"""A plain number, since `IntFlag` arithmetic costs a microsecond, and backends do some."""
 
 
 class Polled(NamedTuple):
@@ -64,8 +66,9 @@ class Peer:
         self._leases: dict[int, MemoryRegion] = {}
         self._waiting: deque[bytes] = deque()
         self._free_sends = list(range(credits))
-        self._unposted: list[int] = []
-        """Receive buffers of capsules that are not answered yet."""
+        self._unposted: deque[int] = deque()
+        """Receive buffers of capsules that are not answered yet, oldest first: an answer gives back the oldest, which
+        was read before, whoever's answer it is."""
         self.session_id = CONNECT_DATA.unpack(request.private_data)[0]
         self.name = request.peer
         with contextlib.ExitStack() as stack:
@@ -162,8 +165,8 @@ class Peer:
             length = len(capsule)
             self._sending[buffer][:length] = capsule
             sge = Sge(self._send_address + buffer * MAX_CAPSULE_BYTES, length, self._capsule_region.lkey)
-            requests.append(SendRequest(_SEND | buffer, Opcode.SEND, (sge,), 0, 0, SendFlags.SIGNALED))
-            receives.append(self._receives[self._unposted.pop()])
+            requests.append(SendRequest(_SEND | buffer, Opcode.SEND, (sge,), 0, 0, _SIGNALED))
+            receives.append(self._receives[self._unposted.popleft()])
         if requests:
             self._connection.post_recv(receives)  # before the answer, upon which the agent may send again
             self._connection.post_send(requests)

@@ -39,7 +39,9 @@ from dpu_app.worker_channel import ChannelClosedError, Message, WorkerEnd
 
 NS_PER_S = 1_000_000_000
 TURNS_PER_LOOK = 16
-"""While connections are being polled, the other descriptors are looked at once in so many turns of the loop."""
+"""While connections are being polled, the other descriptors are looked at once in so many turns of the loop,"""
+LOOK_NS = 200_000
+"""or after so long: a busy agent's turns may take milliseconds, and another one's first request waits for a look."""
 STOP_DRAIN_S = 10.0
 """A stop without a drain before it flushes for at most so long."""
 _LOG = logging.getLogger(__name__)
@@ -107,6 +109,7 @@ class RegionServer:
         """Connections to look at in this turn of the loop: each promises to wake it only once polled empty."""
         self._busy_poll = busy_poll
         self._turns_to_look = 0
+        self._look_at_ns = 0
         self._next_connection = 0
         self._draining = False
         self._drain_waiters: list[tuple[int, int]] = []  # request id, deadline
@@ -125,9 +128,13 @@ class RegionServer:
 
     # ---------------------------------------------------------------- loop
 
-    def run(self, restore_order: Callable[[], None] | None = None) -> None:
+    def run(
+        self, restore_order: Callable[[], None] | None = None, ticked: Callable[[int], None] = lambda _: None
+    ) -> None:
         """Until the supervisor says stop or is gone. Afterwards `drained` says whether all is on flash.
-        `restore_order` is done meanwhile, in a thread of its own."""
+        `restore_order` is done meanwhile, in a thread of its own; `ticked` is called after each of the engine's ticks,
+        with the blocks under way."""
+        self._ticked = ticked
         with self._times, BackgroundTask(restore_order) as self._restoring:
             self._epoll.register(self._restoring.fileno(), select.EPOLLIN)
             self._serve()
@@ -138,7 +145,7 @@ class RegionServer:
         while not self._stopped():
             now_ns = times.turn(rest)
             rest = Cause.RECEIVE
-            if not self._unsettled or not self._turns_to_look:
+            if not self._unsettled or not self._turns_to_look or now_ns >= self._look_at_ns:
                 self._look(now_ns)
             self._turns_to_look -= 1
             for connection_id in tuple(self._unsettled):
@@ -146,6 +153,7 @@ class RegionServer:
             if now_ns >= engine.next_wakeup_ns():
                 times.mark(Cause.RECEIVE)
                 engine.tick()
+                self._ticked(engine.blocks_under_way)
                 times.mark(Cause.TICK)
             if not engine.outbox.empty:
                 times.mark(Cause.RECEIVE)
@@ -157,6 +165,7 @@ class RegionServer:
     def _look(self, now_ns: int) -> None:
         """At all descriptors; until something comes or is due, where no connection needs to be polled."""
         self._turns_to_look = TURNS_PER_LOOK
+        self._look_at_ns = now_ns + LOOK_NS
         left_ns = 0 if self._unsettled else max(0, self._engine.next_wakeup_ns() - now_ns)
         ready = self._epoll.poll(left_ns / NS_PER_S)
         self._times.awake()
@@ -215,27 +224,34 @@ class RegionServer:
         outbox = self._engine.outbox
         first = True
         while not outbox.empty:
-            if outbox.flash:
-                flash, outbox.flash = outbox.flash, []
-                self._submit(flash)
-            completing: dict[int, None] = {}
-            if outbox.fabric:
-                fabric, outbox.fabric = outbox.fabric, []
-                self._post(fabric, completing)
-            if outbox.responses:
-                responses, outbox.responses = outbox.responses, []
-                self._send(responses)
-            if outbox.broken:
-                broken, outbox.broken = outbox.broken, []
-                for connection_id in broken:
-                    self._drop(connection_id, "a transfer failed")
-            if first:
-                for connection_id in completing:  # a transfer may be through already
+            completing = self._put_out()
+            if first and completing:
+                for connection_id in sorted(completing):  # a transfer may be through already
                     self._poll_peer(connection_id, now_ns)
             first = False
 
-    def _post(self, fabric: list[Posting], completing: dict[int, None]) -> None:
-        """READs and WRITEs; notes the connections where some of them will complete."""
+    def _put_out(self) -> set[int] | None:
+        """Start what the outbox holds; the connections where some of it will complete."""
+        outbox = self._engine.outbox
+        completing: set[int] | None = None
+        if outbox.fabric:
+            fabric, outbox.fabric = outbox.fabric, []
+            completing = self._post(fabric)
+        if outbox.responses:
+            responses, outbox.responses = outbox.responses, []
+            self._send(responses)
+        if outbox.flash:  # last: handing over a hundred writes takes longer than to answer the agent
+            flash, outbox.flash = outbox.flash, []
+            self._submit(flash)
+        if outbox.broken:
+            broken, outbox.broken = outbox.broken, []
+            for connection_id in broken:
+                self._drop(connection_id, "a transfer failed")
+        return completing
+
+    def _post(self, fabric: list[Posting]) -> set[int] | None:
+        """READs and WRITEs; the connections where some of them will complete."""
+        completing: set[int] | None = None
         for connection_id, wr_id, opcode, requests, flags in fabric:
             peer = self._peers.get(connection_id)
             if peer is None:
@@ -247,12 +263,19 @@ class RegionServer:
                 continue
             self._unsettled.add(connection_id)
             if flags:
-                completing[connection_id] = None
+                completing = completing or set()
+                completing.add(connection_id)
+        return completing
 
     def _send(self, responses: list[tuple[int, bytes]]) -> None:
-        answers: dict[int, list[bytes]] = {}
-        for connection_id, response in responses:
-            answers.setdefault(connection_id, []).append(response)
+        answers: dict[int, list[bytes]]
+        if len(responses) == 1:
+            ((connection_id, response),) = responses
+            answers = {connection_id: [response]}
+        else:
+            answers = {}
+            for connection_id, response in responses:
+                answers.setdefault(connection_id, []).append(response)
         for connection_id, capsules in answers.items():
             peer = self._peers.get(connection_id)
             if peer is None:
@@ -314,31 +337,43 @@ class RegionServer:
         peer = self._peers.get(connection_id)
         if peer is None:
             return
-        looking = self._busy_poll.goes_on(now_ns)
-        try:
-            polled = peer.poll(arm=not looking)
-        except ShimError as error:
-            self._drop(connection_id, str(error))
-            return
-        if polled is None:
-            if peer.lost:
-                self._drop(connection_id, "the agent is gone")
-            elif looking:
-                os.sched_yield()
-            else:
-                self._unsettled.discard(connection_id)
-            return
         engine = self._engine
-        self._unsettled.add(connection_id)
-        capsules, work, sent = polled
-        if sent:
-            engine.on_sent(connection_id, sent)
-        if work:
-            engine.on_fabric(connection_id, work)
-        if capsules:
-            self._busy_poll.served(now_ns)
-            for capsule in capsules:
-                engine.receive(connection_id, capsule)
+        looking = self._busy_poll.goes_on(now_ns)
+        while True:
+            try:
+                polled = peer.poll(arm=not looking)
+            except ShimError as error:
+                self._drop(connection_id, str(error))
+                return
+            if polled is None:
+                break
+            capsules, work, sent = polled
+            if sent:
+                engine.on_sent(connection_id, sent)
+            if work:
+                engine.on_fabric(connection_id, work)
+            if capsules:
+                self._busy_poll.served(now_ns)
+                self._receive(connection_id, peer, capsules)
+            if work or capsules:
+                if self._peers.get(connection_id) is peer:
+                    self._unsettled.add(connection_id)  # whether there is more, the next turn sees
+                return
+        if peer.lost:
+            self._drop(connection_id, "the agent is gone")
+        elif looking:
+            os.sched_yield()
+        else:
+            self._unsettled.discard(connection_id)
+
+    def _receive(self, connection_id: int, peer: Peer, capsules: list[memoryview]) -> None:
+        engine = self._engine
+        for capsule in capsules:
+            if self._peers.get(connection_id) is not peer:
+                return
+            engine.receive(connection_id, capsule)
+            if engine.outbox.fabric and len(capsules) > 1:
+                self._put_out()  # the agent works on the answer to one while the next one's bytes are moved
 
     def _drop(self, connection_id: int, reason: str = "") -> None:
         peer = self._peers.get(connection_id)

@@ -123,7 +123,7 @@ class Catalogue:
             return slots
         found = np.array(slots, np.int64)
         gone = set(self._expired_of(found[found >= 0]).tolist())
-        for slot in gone:
+        for slot in sorted(gone):
             self._expire(slot)
         return [-1 if slot in gone else slot for slot in slots]
 
@@ -208,9 +208,18 @@ class Catalogue:
         self._retire(slot)
 
     def insert(
-        self, slot: int, key_lo: int, key_hi: int, namespace: int, length: int, checksum: int, ttl_s: int, frame: int
+        self,
+        slot: int,
+        key: tuple[int, int, int],
+        fingerprint: int,
+        length: int,
+        checksum: int,
+        ttl_s: int,
+        frame: int,
     ) -> Unflushed:
-        """The block is whole in `frame`: make it visible. Returns the record by which its flush is followed."""
+        """The block is whole in `frame`: make it visible. `key`: namespace id, key_lo, key_hi; `fingerprint` is the
+        index's of it. Returns the record by which its flush is followed."""
+        namespace, key_lo, key_hi = key
         now_s = self._clock.wall_ns() // NS_PER_S
         expires_s = 0
         if ttl_s:
@@ -218,7 +227,7 @@ class Catalogue:
             expires_s = min(now_s + ttl_s, 0xFFFFFFFF)
         stored_s = self._stamps.next(now_s, (key_lo, key_hi, namespace))
         self.index.insert(slot, key_lo, key_hi, namespace, length, checksum, self.generation, stored_s, expires_s)
-        self._policy.on_insert(slot, self.index.fingerprint(key_lo, key_hi, namespace))
+        self._policy.on_insert(slot, fingerprint)
         record = Unflushed(slot, frame)
         self.unflushed[slot] = record
         return record

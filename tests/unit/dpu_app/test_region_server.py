@@ -25,6 +25,8 @@ from dpu_app.region_server import RegionFacts, RegionServer
 from dpu_app.worker_channel import ChannelClosedError, Message
 from tests.unit.dpu_app.regions.engine_world import SLOT_BYTES, World, content, key, statuses
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 CREDITS = 4
 TOKEN = b"t" * 16
 KEYS = [key(i) for i in range(4)]
@@ -202,15 +204,16 @@ class Rig:
             BusyPoll(busy_poll_ns),
         )
         namespaces = [{"handle": 1, "digest": (b"n" * 16).hex()}]
-        opening = {"session_id": 9, "token": TOKEN.hex(), "tenant": "t", "namespaces": namespaces}
-        self.channel.say({"id": 1, "method": "session_open", "params": opening})
+        for session_id in (9, 10):
+            opening = {"session_id": session_id, "token": TOKEN.hex(), "tenant": "t", "namespaces": namespaces}
+            self.channel.say({"id": 1, "method": "session_open", "params": opening})
         self.turn()
 
     def _submit(self, requests: Any) -> None:
         self.world.flash.submit(requests)
         self.flash.set()
 
-    def connect(self) -> AgentConnection:
+    def connect(self, session_id: int = 9) -> AgentConnection:
         connection = AgentConnection(self.world)
 
         def accept(pd: Any, limits: Any, recvs: Any, private_data: bytes) -> AgentConnection:
@@ -218,7 +221,7 @@ class Rig:
             connection.post_recv(recvs)
             return connection
 
-        request = SimpleNamespace(private_data=CONNECT_DATA.pack(9, TOKEN), peer="agent", accept=accept)
+        request = SimpleNamespace(private_data=CONNECT_DATA.pack(session_id, TOKEN), peer="agent", accept=accept)
         self.requests.append(request)
         self.listener.set()
         return connection
@@ -275,6 +278,60 @@ def test_an_agent_that_never_pauses_does_not_keep_the_loop(rig: Rig) -> None:
     before = len(agent.answers)
     rig.turn(50)
     assert len(agent.answers) >= before + 50
+
+
+def test_beside_an_agent_with_long_turns_another_is_heard_in_the_next(rig: Rig) -> None:
+    busy, quiet = rig.connect(), rig.connect(10)
+    rig.turn(3)
+
+    def ask_again(_: wire.Capsule) -> None:
+        rig.world.clock.now_ns += 2_000_000  # so long was the turn
+        busy.ask(Op.RETRIEVE, rig.world.block_entries(KEYS, 0))
+
+    busy.heard = ask_again
+    busy.ask(Op.RETRIEVE, rig.world.block_entries(KEYS, 0))
+    rig.turn(20)
+    for number in range(1, 6):
+        quiet.ask(Op.LOOKUP, rig.world.key_entries(KEYS))
+        rig.turn(2)
+        assert len(quiet.answers) == number
+    assert len(busy.answers) > 20
+
+
+def test_one_answer_does_not_wait_for_the_next_ones_bytes(rig: Rig) -> None:
+    """Both requests come in one turn: the agent works on the first answer while the second's bytes are moved."""
+    agent = rig.connect()
+    rig.turn(2)
+    moved = []
+    second = rig.world.client.view[SLOT_BYTES : 2 * SLOT_BYTES]
+    second[:] = bytes(SLOT_BYTES)
+    agent.heard = lambda _: moved.append(bytes(second) == content(KEYS[1]))
+    for place in range(2):
+        agent.ask(Op.RETRIEVE, rig.world.block_entries([KEYS[place]], 0, at=[place * SLOT_BYTES]))
+    rig.turn(3)
+    assert [statuses(answer) for answer in agent.answers] == [[Status.OK]] * 2
+    assert moved == [False, True]
+
+
+def test_a_connection_that_breaks_at_one_answer_drops_the_requests_behind_it(rig: Rig) -> None:
+    agent = rig.connect()
+    rig.turn(2)
+
+    def gone(_: wire.Capsule) -> None:
+        raise ShimError(errno.ENOTCONN, "ibv_post_send", "gone")
+
+    agent.heard = gone
+    second = rig.world.client.view[SLOT_BYTES : 2 * SLOT_BYTES]
+    second[:] = bytes(SLOT_BYTES)
+    for place in range(3):
+        agent.ask(Op.RETRIEVE, rig.world.block_entries([KEYS[place]], 0, at=[place * SLOT_BYTES]))
+    rig.turn(3)
+    assert bytes(second) == bytes(SLOT_BYTES)
+    other = rig.connect()
+    rig.turn(2)
+    other.ask(Op.LOOKUP, rig.world.key_entries(KEYS))
+    rig.turn(3)
+    assert statuses(other.answers[0]) == [Status.OK] * 4
 
 
 def test_an_agent_that_ignores_its_credits_waits_for_itself(rig: Rig) -> None:
