@@ -168,7 +168,7 @@ class Twins:
         step = 256 if count > 64 else SLOT_BYTES
         places = np.arange(count) * step
         if source.random() < 0.1:
-            source.shuffle(places)  # type: ignore[arg-type]
+            places = np.array(source.sample(places.tolist(), count))
         if source.random() < 0.1:
             places[source.randrange(count)] += source.choice((-1, 1))
         entries["address"] += np.maximum(places, 0).astype(np.uint64)
@@ -299,7 +299,8 @@ def test_a_frame_that_is_forgotten_while_it_is_read_is_free_after_the_answer_is_
     world.store(KEYS[:2])
     world.hold_fabric = True
     world.submit(Op.RETRIEVE, world.block_entries(KEYS[:1], 0))
-    slot = world.region.index.find_one(*(int.from_bytes(KEYS[0][i : i + 8], "little") for i in (0, 8)), 0)
+    lo, hi = (int.from_bytes(KEYS[0][i : i + 8], "little") for i in (0, 8))
+    slot = world.region.index.find_one(lo, hi, 0)
     frame = world.window.frame_of[slot]
     world.engine._context.catalogue.forget(slot)
     free = world.window.free
