@@ -194,8 +194,8 @@ def cancel(core: AgentCore, operation: Operation) -> Operation | None:
 
 
 def _by_address(operation: Operation, spans: Spans | None, sendable: Indices | None) -> Indices | None:
-    """A RETRIEVE's blocks in the order of their destinations, which spares each DPU the search for overlaps. An engine's
-    pages are in no order once it has run for a while."""
+    """A RETRIEVE's blocks in the order of their destinations, which spares each DPU the search for overlaps: an
+    engine's pages are in no order once it has run for a while."""
     if operation.op is not Op.RETRIEVE or spans is None or spans.starts is not None:
         return sendable
     addresses = spans.addresses if sendable is None else spans.addresses[sendable]
