@@ -60,8 +60,9 @@ class Responder(Requester):
                     wanted = missing + _AHEAD_BYTES
                     count = sock.recvmsg_into([*self._sinks, self._ahead])[0]
                 else:
-                    wanted = _BUFFER_BYTES - self._fill
-                    count = sock.recv_into(self._view[self._fill :])
+                    fill = self._fill
+                    wanted = _BUFFER_BYTES - fill
+                    count = sock.recv_into(self._view[fill:] if fill else self._view)
             except BlockingIOError:
                 return
             if count == 0:
@@ -76,6 +77,8 @@ class Responder(Requester):
                 self._fill += count
             if self._fill:
                 self._parse()
+                if self._discarding:
+                    return
             if count < wanted and not self._missing:
                 self._empty = True
                 return
@@ -100,6 +103,8 @@ class Responder(Requester):
             self._start += HEADER_BYTES
             if header.posted != self._peer_posted:
                 self._take_credit(header.posted)
+            if header.kind is FrameKind.SEND and self._deliver(header):
+                continue
             self._handle(header)
             if self._discarding:
                 self._start = self._fill = 0
@@ -114,6 +119,28 @@ class Responder(Requester):
         if rest and self._start:
             self._view[:rest] = self._view[self._start : self._fill]
         self._start, self._fill = 0, rest
+
+    def _deliver(self, header: Header) -> bool:
+        """A message that is whole in the buffer, with a receive that takes it; False for all else."""
+        start, length = self._start, header.length
+        if start + length > self._fill or not self._recvs or self.state is not _READY:
+            return False
+        wr_id, (address, room, lkey) = self._recvs[0]
+        place = self.pd.places.get(lkey)
+        if place is None or length > room:
+            return False
+        self._recvs.popleft()
+        self._received = (self._received + 1) & _U32
+        offset = address - place.start
+        place.view[offset : offset + length] = self._view[start : start + length]
+        self._start = start + length
+        self._complete_recv(wr_id, WcStatus.SUCCESS, length)
+        if self._advertised == self._received:
+            self._grant_credit()
+        if header.code:
+            self._ack = header.sequence
+            self._ack_can_wait = True
+        return True
 
     def _expect(self, header: Header, sinks: list[memoryview], touched: tuple[Region, ...]) -> None:
         """The payload of `header` comes next and goes there."""
