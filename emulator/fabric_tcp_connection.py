@@ -272,6 +272,12 @@ class TcpConnection(Responder):
         except (OSError, ValueError):  # closed meanwhile
             return False
 
+    def abort(self) -> None:
+        """End it, as if the peer had."""
+        with self._lock:
+            self._fail(WcStatus.WR_FLUSH_ERR)
+            self._break()
+
     def check_deadlines(self, now_s: float) -> None:
         """Give up a peer that does not answer, or posts no receive."""
         if not self._lock.acquire(blocking=False):
