@@ -103,7 +103,11 @@ class Responder(Requester):
             self._start += HEADER_BYTES
             if header.posted != self._peer_posted:
                 self._take_credit(header.posted)
-            if header.kind is FrameKind.SEND and self._deliver(header):
+            kind = header.kind
+            if kind is FrameKind.SEND:
+                if self._deliver(header):
+                    continue
+            elif kind is FrameKind.WRITE and self._apply(header):
                 continue
             self._handle(header)
             if self._discarding:
@@ -140,6 +144,21 @@ class Responder(Requester):
         if header.code:
             self._ack = header.sequence
             self._ack_can_wait = True
+        return True
+
+    def _apply(self, header: Header) -> bool:
+        """A WRITE that is whole in the buffer, and allowed; False for all else."""
+        start, length = self._start, header.length
+        if start + length > self._fill or not length or self.state is not _READY:
+            return False
+        found = self._place(header, write=True)
+        if found is None:
+            return False
+        found[0][:] = self._view[start : start + length]
+        self._start = start + length
+        if header.code:
+            self._ack = header.sequence
+            self._ack_can_wait = False
         return True
 
     def _expect(self, header: Header, sinks: list[memoryview], touched: tuple[Region, ...]) -> None:
