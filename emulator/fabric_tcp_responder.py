@@ -26,6 +26,7 @@ _LOW_WATER_BYTES = 256 << 10
 """So much of a payload wakes whoever sleeps, and no less, as long as that much is missing."""
 _RESPONSES_MAX = 4 * MAX_SEND_WR
 _READY = ConnectionState.READY
+_READ = Opcode.RDMA_READ
 
 
 class Responder(Requester):
@@ -274,14 +275,21 @@ class Responder(Requester):
         self._expect(header, [place.view[offset : offset + header.length]], (place.region,))
 
     def _expect_data(self, header: Header) -> None:
-        self._acknowledge(header.sequence, including=False)
-        posted = self._inflight[0]
-        if posted.work.opcode != Opcode.RDMA_READ or sum(map(len, posted.sinks[0])) != header.length:
+        inflight = self._inflight
+        if not inflight or inflight[0].first != header.sequence or inflight[0].work.opcode != _READ:
+            self._acknowledge(header.sequence, including=False)
+        posted = inflight[0]
+        if posted.work.opcode != _READ or posted.ends[0] > self._transmitter.sent_bytes:
             raise FrameError("DATA that was not asked for")
-        if any(region.lkey not in self.pd.places for region in posted.regions):
-            self._fail(WcStatus.LOC_PROT_ERR)
-            raise EndOfStreamError
-        self._expect(header, posted.sinks[0], tuple(posted.regions))
+        sinks = posted.sinks[0]
+        if sum(map(len, sinks)) != header.length:
+            raise FrameError("DATA of another length than was asked for")
+        places = self.pd.places
+        for region in posted.regions:
+            if region.lkey not in places:
+                self._fail(WcStatus.LOC_PROT_ERR)
+                raise EndOfStreamError
+        self._expect(header, sinks, tuple(posted.regions))
 
     def _refuse(self, header: Header, status: WcStatus) -> None:
         """Answer with an error, which ends this queue pair too; the stream ends once that is on its way."""
