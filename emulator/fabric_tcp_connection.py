@@ -42,6 +42,9 @@ _GRACE_S = 0.05
 """How long deregistration waits for a transfer to finish by itself before it breaks the connection."""
 _DISCARD_LIMIT_S = 1.0
 _READY, _CLOSED = ConnectionState.READY, ConnectionState.CLOSED
+_DEFERRED_BYTES = 64 << 10
+"""Unsignalled READs and WRITEs of so few bytes wait for what is posted next, most likely the message that tells of
+them, so that one system call sends both and the peer wakes once. The deputy's next tick sends them otherwise."""
 _SCRAP_BYTES = 64 << 10
 
 
@@ -99,7 +102,11 @@ class TcpConnection(Responder):
     def post_send(self, requests: Sequence[SendRequest]) -> None:
         with self._lock:
             self._admit_sends(requests)
-            self._emit(requests)
+            frame = self._message(requests[0]) if len(requests) == 1 else None
+            if frame is None:
+                self._emit(requests)
+            elif self._transmitter.send(frame):
+                return
             self._push()
 
     def post_rdma(
@@ -124,7 +131,8 @@ class TcpConnection(Responder):
                 raise ShimError(errno.ENOMEM, "ibv_post_send", f"the queue has {self.limits.max_send_wr} slots")
             self._send_used += batch.count
             self._emit((batch,))
-            self._push()
+            if batch.flags or not self.ticking or self._transmitter.waiting_bytes > _DEFERRED_BYTES:
+                self._push()
 
     def poll(self, max_completions: int = 256, arm: bool = True) -> list[Completion]:
         self.looks += 1
@@ -235,8 +243,10 @@ class TcpConnection(Responder):
             self._lock.release()
 
     def settle(self) -> None:
-        """Send an acknowledgement that has waited for something to go along with."""
-        if self._ack is None or not self._lock.acquire(blocking=False):
+        """Send what has waited for something to go along with."""
+        if self._ack is None and (self.backlog or not self._transmitter):
+            return
+        if not self._lock.acquire(blocking=False):
             return
         try:
             if self.state is _READY:
@@ -261,6 +271,12 @@ class TcpConnection(Responder):
             return bool(ready.poll(0))
         except (OSError, ValueError):  # closed meanwhile
             return False
+
+    def abort(self) -> None:
+        """End it, as if the peer had."""
+        with self._lock:
+            self._fail(WcStatus.WR_FLUSH_ERR)
+            self._break()
 
     def check_deadlines(self, now_s: float) -> None:
         """Give up a peer that does not answer, or posts no receive."""

@@ -14,12 +14,13 @@ import select
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
 _log = logging.getLogger(__name__)
 
-_TICK_S = 0.005
+_TICK_S = 0.01
 _ATTENTION_S = 0.5
 """So long after its owner's last look a connection is ticked."""
 
@@ -36,6 +37,7 @@ class Driven(Protocol):
     def serve(self) -> None: ...
     def settle(self) -> None: ...
     def check_deadlines(self, now_s: float) -> None: ...
+    def abort(self) -> None: ...
 
 
 class _Watched:
@@ -133,23 +135,33 @@ class _Thread(threading.Thread):
         while not self._stopping:
             events = self._epoll.poll(min(self._check_s, _TICK_S) if self._ticked else self._check_s)
             now_s = time.monotonic()
-            try:
-                for fd, _ in events:
-                    self._event(fd, now_s)
-                while self._attended:
-                    self._begin_ticking(self._by_connection.get(self._attended.popleft()), now_s)
-                if self._ticked and now_s >= tick_due_s:
-                    tick_due_s = now_s + _TICK_S
-                    for watched in list(self._ticked):
-                        self._tick(watched, now_s)
-                if now_s >= check_due_s:
-                    check_due_s = now_s + self._check_s
-                    for connection in list(self._by_connection):
-                        connection.check_deadlines(now_s)
-            except Exception:  # noqa: BLE001  the other connections still need it
-                _log.exception("a fault of the emulator")
+            for fd, _ in events:
+                self._event(fd, now_s)
+            while self._attended:
+                self._begin_ticking(self._by_connection.get(self._attended.popleft()), now_s)
+            if self._ticked and now_s >= tick_due_s:
+                tick_due_s = now_s + _TICK_S
+                for watched in list(self._ticked):
+                    self._safely(self._tick, watched, now_s)
+            if now_s >= check_due_s:
+                check_due_s = now_s + self._check_s
+                for watched in list(self._by_connection.values()):
+                    self._safely(self._check, watched, now_s)
         self._epoll.close()
         os.close(self._wake)
+
+    def _safely(self, action: Callable[[_Watched, float], None], watched: _Watched, now_s: float) -> None:
+        """A connection at which this code fails ends, and its owner learns of it by that; the others go on."""
+        try:
+            action(watched, now_s)
+        except Exception:  # noqa: BLE001  the thread serves every other connection
+            _log.exception("a connection ended by a fault of the emulator")
+            self._ticked.discard(watched)
+            watched.connection.abort()
+
+    @staticmethod
+    def _check(watched: _Watched, now_s: float) -> None:
+        watched.connection.check_deadlines(now_s)
 
     def _event(self, fd: int, now_s: float) -> None:
         if fd == self._wake:
@@ -157,8 +169,11 @@ class _Thread(threading.Thread):
                 os.eventfd_read(fd)
             return
         watched = self._watched.get(fd)
-        if watched is None:
-            return
+        if watched is not None:
+            self._safely(self._come, watched, now_s)
+
+    def _come(self, watched: _Watched, now_s: float) -> None:
+        """There is something to read, or room to send."""
         connection = watched.connection
         if watched.served and connection.looks == watched.looks:
             connection.serve()

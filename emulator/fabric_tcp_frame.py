@@ -59,17 +59,9 @@ class FrameError(Exception):
 
 
 _new = tuple.__new__
-_KINDS = {int(kind): kind for kind in FrameKind}
-_LENGTH_MAX = {
-    FrameKind.WRITE: MAX_TRANSFER_BYTES,
-    FrameKind.READ: MAX_TRANSFER_BYTES,
-    FrameKind.SEND: MAX_MESSAGE_BYTES,
-    FrameKind.ACK: 0,
-    FrameKind.NAK: 0,
-    FrameKind.DATA: MAX_TRANSFER_BYTES,
-    FrameKind.CREDIT: 0,
-}
-_REQUESTS = (FrameKind.WRITE, FrameKind.READ, FrameKind.SEND)
+_KINDS: tuple[FrameKind | None, ...] = (None, *FrameKind, *(None,) * (255 - len(FrameKind)))
+_LENGTH_MAX = (0, MAX_TRANSFER_BYTES, MAX_TRANSFER_BYTES, MAX_MESSAGE_BYTES, 0, 0, MAX_TRANSFER_BYTES, 0)
+"""Both by the kind's number: an enumeration's hash is computed in Python."""
 _NAK_CODES = frozenset(
     int(status)
     for status in (
@@ -90,15 +82,15 @@ def pack_header(
 def unpack_header(buffer: bytes | bytearray | memoryview, offset: int = 0) -> Header:
     """The header that begins at `offset`. Raises FrameError."""
     magic, number, code, sequence, posted, rkey, address, length, reserved = HEADER.unpack_from(buffer, offset)
-    kind = _KINDS.get(number)
+    kind = _KINDS[number]
     if magic != MAGIC or kind is None or reserved:
         raise FrameError(f"magic 0x{magic:04x}, kind {number}, reserved {reserved}")
-    if length > _LENGTH_MAX[kind]:
+    if length > _LENGTH_MAX[number]:
         raise FrameError(f"{kind.name} of {length} bytes")
     if kind is FrameKind.NAK:
         if code not in _NAK_CODES:
             raise FrameError(f"NAK with status {code}")
-    elif code > 1 or (code and kind not in _REQUESTS):
+    elif code and (code > 1 or number > FrameKind.SEND):
         raise FrameError(f"{kind.name} with code {code}")
     return _new(Header, (kind, code, sequence, posted, rkey, address, length))
 

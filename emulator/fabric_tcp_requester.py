@@ -29,22 +29,18 @@ from emulator.fabric_core import (
     MAX_RECV_WR,
     MAX_TRANSFER_BYTES,
     Domain,
-    QueuePair,
     Region,
     Timeouts,
 )
-from emulator.fabric_tcp_domain import TcpDomain
+from emulator.fabric_tcp_domain import TcpDomain, TcpQueuePair
 from emulator.fabric_tcp_frame import CODE_OFFSET, HEADER, MAGIC, FrameError, FrameKind, pack_header
 from emulator.fabric_tcp_transmit import Transmitter
 
 _U32 = 0xFFFFFFFF
+_INLINE_BYTES = 16 << 10
+"""A message up to this is copied behind its header when it is posted, where that is all there is to send."""
 _ACK_EVERY_BYTES = 8 << 20
 """An acknowledgement is asked for at the end of what is posted at once, and after so many bytes within it."""
-_KINDS = {
-    Opcode.RDMA_WRITE: int(FrameKind.WRITE),
-    Opcode.RDMA_READ: int(FrameKind.READ),
-    Opcode.SEND: int(FrameKind.SEND),
-}
 _SEND, _READ, _WRITE = Opcode.SEND, Opcode.RDMA_READ, Opcode.RDMA_WRITE
 _READY, _CLOSED, _SUCCESS = ConnectionState.READY, ConnectionState.CLOSED, WcStatus.SUCCESS
 
@@ -89,7 +85,7 @@ class Posted:
         """Why the element behind these never left: it failed here, and so will what follows."""
 
 
-class Requester(QueuePair):
+class Requester(TcpQueuePair):
     """Posted sends from `post_send` to their completion. `TcpConnection` is the rest."""
 
     pd: TcpDomain
@@ -116,6 +112,36 @@ class Requester(QueuePair):
         """The request that waits for its acknowledgement, which goes along with the next frame of any kind."""
 
     # ------------------------------------------------------------------------------------ frames out
+
+    def _message(self, request: SendRequest) -> bytes | None:
+        """The one frame of a small message that nothing stands in the way of, preceded by an acknowledgement that is
+        due; None for all else, which `_emit` sees to."""
+        _, opcode, sges, _, _, _ = request
+        if opcode != _SEND or len(sges) != 1 or self._waiting or self._peer_posted == self._messages_sent:
+            return None
+        address, length, lkey = sges[0]
+        place = self.pd.places.get(lkey)
+        if place is None or address < place.start or not 0 <= length <= _INLINE_BYTES or address + length > place.end:
+            return None
+        inflight = self._inflight
+        if not inflight:
+            self._progress_s = time.monotonic()
+        elif inflight[-1].refusal is not None:
+            return None
+        sequence, receives = self._next_sequence, self._posted
+        self._next_sequence = (sequence + 1) & _U32
+        self._messages_sent = (self._messages_sent + 1) & _U32
+        self._advertised = receives
+        offset = address - place.start
+        frame = HEADER.pack(MAGIC, FrameKind.SEND, 1, sequence, receives, 0, 0, length, 0)
+        frame += place.view[offset : offset + length]
+        if self._ack is not None:
+            frame = HEADER.pack(MAGIC, FrameKind.ACK, 0, self._ack, receives, 0, 0, 0, 0) + frame
+            self._ack = None
+        posted = Posted(request, sequence, 1)
+        posted.ends.append(self._transmitter.queued_bytes + len(frame))
+        inflight.append(posted)
+        return frame
 
     def _emit(self, works: Iterable[Work]) -> None:
         """Queue frames in order, until a SEND must wait for a receive of the peer."""
@@ -178,7 +204,7 @@ class Requester(QueuePair):
             remote = rkey = 0
         transmitter = self._transmitter
         header = bytearray(
-            HEADER.pack(MAGIC, _KINDS[opcode], 0, sequence, self._posted, rkey, remote & (1 << 64) - 1, length, 0)
+            HEADER.pack(MAGIC, _kind(opcode), 0, sequence, self._posted, rkey, remote & (1 << 64) - 1, length, 0)
         )
         transmitter.header(header)
         if opcode == _READ:
@@ -193,7 +219,7 @@ class Requester(QueuePair):
     def _emit_batch(self, batch: Batch) -> bytearray | None:
         """The header of the last of its frames, where that can ask for an acknowledgement."""
         reads = batch.opcode == _READ
-        kind = _KINDS[batch.opcode]
+        kind = _kind(batch.opcode)
         places = self.pd.places
         transmitter = self._transmitter
         sequence = self._next_sequence
@@ -263,6 +289,14 @@ class Requester(QueuePair):
         if not inflight:
             raise FrameError("an answer to nothing")
         in_socket = self._transmitter.sent_bytes
+        oldest = inflight[0]
+        if including and sequence == oldest.first and oldest.slots == 1 and oldest.refusal is None:
+            work = oldest.work
+            if work.opcode != _READ and oldest.ends[0] <= in_socket:  # one message, as most often
+                inflight.popleft()
+                self._complete_send(work.wr_id, work.opcode, work.flags, _SUCCESS)
+                self._after_answer()
+                return
         count = ((sequence - inflight[0].first) & _U32) + including
         while count:
             posted = inflight[0] if inflight else None
@@ -334,6 +368,10 @@ class Requester(QueuePair):
     def _end(self, gently: bool) -> None:
         """End the stream: at once, or when what is queued has been sent."""
         raise NotImplementedError
+
+
+def _kind(opcode: int) -> int:
+    return FrameKind.SEND if opcode == _SEND else FrameKind.READ if opcode == _READ else FrameKind.WRITE
 
 
 def _slots(work: Work) -> int:

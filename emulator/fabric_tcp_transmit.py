@@ -36,6 +36,10 @@ class Transmitter:
         """Buffers that wait."""
         return len(self._queue)
 
+    @property
+    def waiting_bytes(self) -> int:
+        return self.queued_bytes - self.sent_bytes
+
     def header(self, header: bytes | bytearray) -> None:
         self._queue.append((header, None))
         self.queued_bytes += len(header)
@@ -44,6 +48,25 @@ class Transmitter:
         """`region` stays registered until these bytes are gone, or whoever deregisters it ends the connection."""
         self._queue.append((view, region))
         self.queued_bytes += len(view)
+
+    def send(self, frames: bytes) -> bool:
+        """Whole small frames, copied already. False when some of it has to wait."""
+        length = len(frames)
+        self.queued_bytes += length
+        if self._queue:
+            self._queue.append((frames, None))
+            return False
+        try:
+            count = self._socket.send(frames, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            count = 0
+        except OSError:
+            return True  # as in `push`
+        self.sent_bytes += count
+        if count == length:
+            return True
+        self._queue.append((memoryview(frames)[count:], None))
+        return False
 
     def push(self) -> bool:
         """Send what the socket takes now. False when it is full; True when nothing waits any more."""
