@@ -107,6 +107,7 @@ class Bench:
                             for name in operations:
                                 sample = samples.setdefault((target.name, name), Sample())
                                 sample.add(STAGED_CASES[name](blocks, batch))
+                        target.quiesce()
 
                 def read(batch: int = batch) -> Readings:
                     disk = limits.read_disk("write", size, batch) if "store_flash" in operations else {}
