@@ -4,9 +4,10 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 RUN_STAMP := $(VENV)/.installed-run
 STAMP := $(VENV)/.installed
+BENCH_STAMP := $(VENV)/.installed-bench
 
 .DEFAULT_GOAL := help
-.PHONY: help apt apt-peers venv lint type test proto proto-check demo bench bench-peers clean
+.PHONY: help apt apt-bench apt-peers venv lint type test proto proto-check demo bench bench-peers clean
 
 help: ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -49,8 +50,16 @@ $(PROTO_STAMP):
 demo: $(RUN_STAMP) ## the main job end to end in the emulator; options in DEMO, as DEMO='--fabric emu-tcp --keep'
 	$(BIN)/entresol-emu demo $(DEMO)
 
-bench: $(RUN_STAMP) ## STORE, RETRIEVE and LOOKUP beside the machine's limits; options in BENCH, as BENCH=--quick
+bench: $(BENCH_STAMP) ## every operation beside the machine's limits, a report in bench-report/; options in BENCH, as BENCH=--quick
 	$(BIN)/entresol-emu bench $(BENCH)
+
+apt-bench: ## install fio from Debian's or Ubuntu's packages (as root), for the disk's limit in make bench
+	apt-get update -qq
+	DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends fio
+
+$(BENCH_STAMP): pyproject.toml $(RUN_STAMP)
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[bench]'
+	@touch $@
 
 # Redis itself, and the libraries that Mooncake's wheel loads.
 APT_PEERS := redis-server libibverbs1 librdmacm1 libnuma1 liburing2

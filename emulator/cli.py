@@ -22,16 +22,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from common import config, units
 from common.errors import EntresolError, UserError
-from emulator.compare import compare
+from emulator.compare import REGION_SLOTS, compare
 from emulator.demo import DemoSettings, run_demo
 from emulator.demo_report import DemoReport, RequestOutcome, print_demo
+from emulator.goals import goals_table
 from emulator.peers.cli import bench_peers
 from emulator.pod import Pod
 from emulator.pod_report import pod_report, print_pod
 from emulator.pod_settings import FABRICS, PodSettings, default_run_dir
 from emulator.trace import TraceRecord
-from host_agent.bench.report import print_bench
-from host_agent.bench.run import BenchSettings
+from host_agent.bench.environment import read_environment
+from host_agent.bench.options import bench_options, bench_settings
+from host_agent.bench.report import print_report, write_report
 from host_agent.session import client_version
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -83,13 +85,19 @@ def run_dir_option(function: F) -> F:
 
 def pod_options(function: F) -> F:
     """The options that change what a pod is made of; those not given keep the configuration's value."""
+    return click.option("--fabric", type=click.Choice(FABRICS), help="How agents reach the DPUs.")(
+        fabricless_pod_options(function)
+    )
+
+
+def fabricless_pod_options(function: F) -> F:
+    """All of them but the fabric."""
     for option in (
         click.option(
             "--config", "config_path", type=click.Path(path_type=Path), help="A file like configs/emulator.yaml."
         ),
         click.option("--dpus", type=int, help="DPU processes."),
         click.option("--regions", type=int, help="Region workers of each DPU."),
-        click.option("--fabric", type=click.Choice(FABRICS), help="How agents reach the DPUs."),
         click.option("--flash-driver", help="auto, io_uring or thread_pool."),
         click.option("--eviction", help="s3fifo, lru, fifo or sieve."),
         click.option("--flash-dir", type=click.Path(file_okay=False, path_type=Path), help="On a disk, for O_DIRECT."),
@@ -197,29 +205,44 @@ def demo(ctx: click.Context, /, config_path: Path | None, keep: bool, as_json: b
 
 
 @main.command()
-@pod_options
-@click.option("--quick", is_flag=True, help="Small blocks and two rounds: to see that it works, not for figures.")
-@click.option("--rounds", type=click.IntRange(1), help="Figures are medians of so many.")
-@click.option("--json", "as_json", is_flag=True, help="For scripts.")
+@fabricless_pod_options
+@click.option(
+    "--fabric", "fabrics", type=click.Choice(FABRICS), multiple=True, help="Which; repeat it.  [default: all]"
+)
+@click.option(
+    "--region-slots",
+    type=click.IntRange(0),
+    help=f"Of the region that is opened to measure restart; 0: none.  [default: {REGION_SLOTS}, with --quick none]",
+)
+@bench_options
 @click.pass_context
 def bench(
-    ctx: click.Context, /, config_path: Path | None, quick: bool, rounds: int | None, as_json: bool, **options: Any
+    ctx: click.Context,
+    /,
+    config_path: Path | None,
+    fabrics: tuple[str, ...],
+    region_slots: int | None,
+    out: Path,
+    as_json: bool,
+    **options: Any,
 ) -> None:
-    """STORE, RETRIEVE and LOOKUP beside this machine's limits, on a pod of each fabric in turn (or of --fabric)."""
-    fabrics = (options["fabric"],) if options["fabric"] else FABRICS
+    """Every operation beside this machine's limits, on a pod of each fabric in turn: a report, and how the goals of
+    speed stand. Evicts nothing but its own blocks: the pods are its own."""
+    if region_slots is None:
+        region_slots = 0 if options["quick"] else REGION_SLOTS
+    measured = bench_settings(options)
     settings = settings_from(config_path, options, dpus=1)
-    measured = BenchSettings.quick() if quick else BenchSettings()
-    if rounds:
-        measured = dataclasses.replace(measured, rounds=rounds)
     notes = Console(stderr=True)
     with _ended_by_signals(), notes.status("starting") as line:
-        results = compare(settings, measured, fabrics, line.update)
+        document = compare(settings, measured, fabrics or FABRICS, read_environment(), region_slots, line.update)
+    goals = goals_table(document["goals"])
+    files = write_report(document, out, "Benchmark on the emulator", [goals])
     if as_json:
-        _print_json(results)
+        _print_json(document)
     else:
-        for fabric, result in results.items():
-            print_bench(result, Console(), fabric)
-    if any(result["wrong"] for result in results.values()):
+        print_report(document, Console(), [goals])
+    notes.print(f"written: {', '.join(map(str, files))}", highlight=False, soft_wrap=True)
+    if document["wrong"]:
         click.echo("entresol-emu: blocks came back with wrong bytes", err=True)
         ctx.exit(1)
 

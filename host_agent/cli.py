@@ -6,7 +6,6 @@ ready; 4 a lower layer failed; 70 our bug.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -20,6 +19,7 @@ from common.status import BlockState, Status
 from common.wire import StatId
 from host_agent import config as agent_config
 from host_agent import file_blocks
+from host_agent.bench.options import bench_options, bench_settings
 from host_agent.cli_options import (
     DURATION,
     SIZE,
@@ -313,49 +313,37 @@ def config_check(config_file: Path, as_json: bool) -> None:
 
 
 @main.command()
-@click.option("--quick", is_flag=True, help="In seconds, to see that it works; too little for figures.")
-@click.option("--block", "block_bytes", type=SIZE, multiple=True, help="Block size; repeat it for more.")
-@click.option("--batch", "batches", type=click.IntRange(1), multiple=True, help="Blocks in a call; repeat it for more.")
-@click.option("--rounds", type=click.IntRange(1), help="Of which the median counts.")
-@click.option("--blocks", type=click.IntRange(1), help="Blocks of one round.")
-@click.option("--no-verify", is_flag=True, help="Leave the checksums out of the timed calls.")
+@bench_options
 @click.option(
     "--flash-dir",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Where this machine holds the pod's flash, if it does: cold reads are held against that disk's own.",
+    help="Where this machine holds the pod's flash, if it does: held against that disk's own speed.",
 )
-@json_option
+@click.option("--evict", is_flag=True, help="Allow the mixed load, which pushes blocks of others out of the pod.")
 @click.pass_obj
-def bench(
-    where: Where,
-    quick: bool,
-    block_bytes: tuple[int, ...],
-    batches: tuple[int, ...],
-    rounds: int | None,
-    blocks: int | None,
-    no_verify: bool,
-    flash_dir: Path | None,
-    as_json: bool,
-) -> None:
-    """Measure STORE, RETRIEVE and LOOKUP of a pod that is up, beside this machine's own limits."""
+def bench(where: Where, /, flash_dir: Path | None, evict: bool, out: Path, as_json: bool, **options: Any) -> None:
+    """Measure every operation of a pod that is up beside this machine's own limits, and write a report."""
     from rich.console import Console
 
-    from host_agent.bench.report import print_bench
-    from host_agent.bench.run import Bench, BenchSettings
+    from host_agent.bench.environment import read_environment
+    from host_agent.bench.report import print_report, report, write_report
+    from host_agent.bench.run import Bench
+    from host_agent.bench.target import Target
 
-    given = {"block_bytes": block_bytes, "batches": batches, "rounds": rounds, "blocks": blocks}
-    changes: dict[str, Any] = {name: value for name, value in given.items() if value}
-    settings = BenchSettings.quick() if quick else BenchSettings()
-    settings = dataclasses.replace(settings, verify=not no_verify, flash_dir=flash_dir, **changes)
+    settings = bench_settings(options, flash_dir=flash_dir, may_evict=evict)
+    environment = read_environment()
     with connected(where) as client:
-        result = Bench(client, settings, client.settings.tenant, lambda text: click.echo(text, err=True)).run()
+        target = Target("pod", client, max(settings.block_bytes))
+        result = Bench([target], settings, lambda text: click.echo(text, err=True)).run()
+    document = report(environment, result)
+    files = write_report(document, out, "Benchmark of a pod")
     if as_json:
-        click.echo(json.dumps(result))
+        click.echo(json.dumps(document))
     else:
-        print_bench(result, Console())
-    if result["wrong"]:
-        for text in result["wrong"]:
-            click.echo(f"WRONG BYTES: {text}", err=True)
+        print_report(document, Console())
+    click.echo(f"written: {', '.join(map(str, files))}", err=True)
+    if document["wrong"]:
+        click.echo("entresol-agent: blocks came back with wrong bytes", err=True)
         sys.exit(SOME_FAILED)
 
 

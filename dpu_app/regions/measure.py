@@ -8,7 +8,9 @@ serving. The figures are of the machine it runs on.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
+import json
 import mmap
 import os
 import sys
@@ -189,6 +191,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--shuffled", action="store_true", help="entries in no order of time, as after long use")
     parser.add_argument("--eviction", choices=sorted(POLICIES), default=DEFAULT)
     parser.add_argument("--driver", default="auto")
+    parser.add_argument("--json", action="store_true", help="for scripts")
     options = parser.parse_args(arguments)
     try:
         report = measure(
@@ -200,7 +203,12 @@ def main(arguments: list[str] | None = None) -> int:
     finally:
         if not options.keep and os.path.exists(options.path):
             os.unlink(options.path)
-    print("\n".join(report.lines()))
+    if options.json:
+        print(
+            json.dumps({**dataclasses.asdict(report), "ratio": report.ratio, "bytes_per_slot": report.bytes_per_slot})
+        )
+    else:
+        print("\n".join(report.lines()))
     return 0
 
 

@@ -16,7 +16,7 @@ FAMILY: Final = Family(
 )
 _SEGMENT: Final = "2 GB"
 _ENVIRONMENT: Final = {"MC_TCP_SLICE_SIZE": str(1 << 20)}
-_SLACK_BYTES: Final = 128 << 20
+_SLACK_BYTES: Final = 192 << 20
 _MAIN: Final = "mooncake_master, mooncake_client owning 2 GB, P2PHANDSHAKE"
 _CALLS: Final = "register_buffer, batch_put_from, batch_get_into, batch_is_exist"
 

@@ -40,8 +40,6 @@ class Environment:
     date: str
     """When it was begun, UTC, ISO 8601."""
     versions: Mapping[str, str]
-    load_average: str
-    """Of the minute before, as the kernel tells it: what else the machine was doing."""
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -59,7 +57,6 @@ def read_environment(arguments: Sequence[str] | None = None, packages: Sequence[
         command=shlex.join([Path(program).name, *rest]),
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         versions={"python": platform.python_version(), **_installed(packages)},
-        load_average=_load_average(),
     )
 
 
@@ -125,10 +122,6 @@ def _installed(packages: Sequence[str]) -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return versions
-
-
-def _load_average() -> str:
-    return f"{os.getloadavg()[0]:.2f} on {len(os.sched_getaffinity(0))} cores"
 
 
 def _fields(path: Path) -> dict[str, str]:

@@ -1,7 +1,7 @@
-"""What a directory's disk can do at best: reads with O_DIRECT at random places, so many at a time.
+"""What a directory's disk can do at best: O_DIRECT at random places, so many at a time, past the page cache.
 
-Owns one file without a name, which goes with it. The limit of a RETRIEVE from flash, for `host_agent.bench` on a
-machine that also holds the pod's flash; plain preadv in threads, knows nothing of regions.
+Owns one file without a name, which goes with it, really written first. Measured by fio where that is installed, else
+by preadv and pwritev in threads, and says which. Knows nothing of regions.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import random
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from time import perf_counter
@@ -16,16 +17,20 @@ from types import TracebackType
 from typing import Final
 
 from common.errors import LowerLayerError
+from host_agent.bench import fio
 
 _CHUNK_BYTES: Final = 4 << 20
 _THREADS_MAX: Final = 16
+THREADS_NAME: Final = f"preadv and pwritev with O_DIRECT in {_THREADS_MAX} threads"
 
 
 class FlashLimit:
-    """A file of `length_bytes`, a multiple of 4 MiB, really written. Raises LowerLayerError."""
+    """A file of `length_bytes`, a multiple of 4 MiB. `seconds`: of one reading by fio, which is used if it is there
+    and can; `method` says what is used. Raises LowerLayerError."""
 
-    def __init__(self, directory: Path, length_bytes: int) -> None:
+    def __init__(self, directory: Path, length_bytes: int, seconds: float) -> None:
         self._length_bytes = length_bytes
+        self._seconds = seconds
         self._random = random.Random(1)
         try:
             self._file = os.open(directory, os.O_RDWR | os.O_TMPFILE | os.O_DIRECT | os.O_CLOEXEC, 0o600)
@@ -41,22 +46,16 @@ class FlashLimit:
         except OSError as error:
             self.close()
             raise LowerLayerError("writing the flash limit's file", error.errno or 0, str(directory)) from error
+        self.method = ""
+        self._by_fio = self._choose()
 
-    def read_s(self, block_bytes: int, batch: int, calls: int) -> float:
-        """Seconds to read `calls` batches of `batch` blocks, one batch after the other, blocks at random places."""
-        places = self._length_bytes // block_bytes
-        with mmap.mmap(-1, block_bytes * batch) as memory:
-            view = memoryview(memory)
-            parts = [view[at : at + block_bytes] for at in range(0, block_bytes * batch, block_bytes)]
-            started = perf_counter()
-            for _call in range(calls):
-                offsets = [self._random.randrange(places) * block_bytes for _ in range(batch)]
-                for count in self._pool.map(self._read, parts, offsets):
-                    self._whole(count, block_bytes)
-            seconds = perf_counter() - started
-            for part in (*parts, view):
-                part.release()
-        return seconds
+    def rate(self, way: str, block_bytes: int, batch: int, calls: int) -> float:
+        """Bytes a second with `batch` transfers of `block_bytes` under way: by fio all the time; by threads in `calls`
+        batches, one after the other. `way`: "read" or "write"."""
+        if self._by_fio:
+            return fio.rate(way, self._path, self._length_bytes, block_bytes, batch, self._seconds)
+        transfer = self._read if way == "read" else self._write
+        return block_bytes * batch * calls / self._threads_s(transfer, block_bytes, batch, calls)
 
     def close(self) -> None:
         """Idempotent."""
@@ -73,8 +72,45 @@ class FlashLimit:
     ) -> None:
         self.close()
 
+    @property
+    def _path(self) -> Path:
+        """By which another process of this user opens the file that has no name."""
+        return Path(f"/proc/{os.getpid()}/fd/{self._file}")
+
+    def _choose(self) -> bool:
+        """Whether fio is used; sets `method`."""
+        version = fio.version()
+        self.method = f"{THREADS_NAME}, since fio is not installed"
+        if not version:
+            return False
+        try:
+            fio.rate("read", self._path, self._length_bytes, _CHUNK_BYTES, 1, 0.01)
+        except LowerLayerError as error:  # where the system refuses io_uring
+            self.method = f"{THREADS_NAME}, since {version} cannot: {error}"
+            return False
+        self.method = f"{version} with io_uring and O_DIRECT, so many at a time as the batch has blocks"
+        return True
+
+    def _threads_s(self, transfer: Callable[[memoryview, int], int], block_bytes: int, batch: int, calls: int) -> float:
+        places = self._length_bytes // block_bytes
+        with mmap.mmap(-1, block_bytes * batch) as memory:
+            view = memoryview(memory)
+            parts = [view[at : at + block_bytes] for at in range(0, block_bytes * batch, block_bytes)]
+            started = perf_counter()
+            for _call in range(calls):
+                offsets = [self._random.randrange(places) * block_bytes for _ in range(batch)]
+                for count in self._pool.map(transfer, parts, offsets):
+                    self._whole(count, block_bytes)
+            seconds = perf_counter() - started
+            for part in (*parts, view):
+                part.release()
+        return seconds
+
     def _read(self, part: memoryview, offset: int) -> int:
         return os.preadv(self._file, [part], offset)
+
+    def _write(self, part: memoryview, offset: int) -> int:
+        return os.pwritev(self._file, [part], offset)
 
     @staticmethod
     def _whole(count: int, expected: int) -> None:

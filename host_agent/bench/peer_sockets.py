@@ -1,13 +1,13 @@
-"""What this machine can do at best, measured beside the benchmark: memory copy, bare socket, message round trip.
+"""What bare sockets between two processes do: bulk over loopback TCP, messages over a Unix socket.
 
-Owns one peer process (`python -m host_agent.bench.peer_sockets`), a plain blocking echo of the cheapest form that
-Python has: `sendmsg` of the caller's memory, `recv_into` with MSG_WAITALL. Never touches a pod. `host_agent.bench`
-takes its readings in turn with its own rounds, so that both see the same machine.
+Owns one peer process (`python -m host_agent.bench.peer_sockets`), a plain blocking server of the cheapest form that
+Python has: `sendall` of a memoryview, `recv_into` with MSG_WAITALL. Never touches a pod.
 """
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
+import mmap
 import socket
 import struct
 import subprocess
@@ -18,41 +18,35 @@ from time import perf_counter_ns
 from types import TracebackType
 from typing import Final
 
-import numpy as np
-
 from common.errors import DeadlineError, LowerLayerError
 
+CONGESTION: Final = ("", "cubic")
+"""Of the TCP connections: the system's own, and one that does not pace. bbr, which some systems have as their own,
+paces loopback."""
 _REQUEST: Final = struct.Struct("<BII")
 _PULL, _PUSH, _PING = 1, 2, 3
 _WINDOW_BYTES: Final = 256 << 20
-"""The peer's memory: larger than the caches, like the window of a region."""
+"""The peer's memory: larger than the caches, like a region's window. Of shared 4 KiB pages, all of them touched."""
+_RECEIVE_BYTES: Final = 1 << 20
+"""Of one recv_into: where tried, 16 MiB in 16 calls were as fast as in one or faster, up to three times."""
+_WARM_BYTES: Final = 64 << 20
 _ACCEPT_TIMEOUT_S: Final = 20.0
 _IO_TIMEOUT_S: Final = 30.0
-_IOV_MAX: Final = 1024
-
-
-def memmove_s(destination: memoryview, source: memoryview, block_bytes: int, blocks: int) -> float:
-    """Seconds to copy `blocks` blocks, one memmove each, between two buffers of at least that size."""
-    if min(destination.nbytes, source.nbytes) < block_bytes * blocks:
-        raise ValueError(f"{blocks} blocks of {block_bytes} bytes do not fit the buffers")
-    to, at = _address(destination), _address(source)
-    offsets = range(0, block_bytes * blocks, block_bytes)
-    started = perf_counter_ns()
-    for offset in offsets:
-        ctypes.memmove(to + offset, at + offset, block_bytes)
-    return (perf_counter_ns() - started) / 1e9
 
 
 class SocketPeer:
-    """A second process at the other end of a loopback TCP connection and of a Unix socket pair.
+    """A second process at the other end of warm loopback TCP connections, one for each of `CONGESTION`, and of a Unix
+    socket pair.
 
     Raises LowerLayerError where the system refuses, DeadlineError where the peer does not answer in time.
     """
 
     def __init__(self) -> None:
-        here, there = socket.socketpair()
-        try:
-            with socket.create_server(("127.0.0.1", 0)) as listener:
+        with contextlib.ExitStack() as stack:
+            self._unix, there = socket.socketpair()
+            stack.callback(self._unix.close)
+            self._tcp: dict[str, socket.socket] = {}
+            with there, socket.create_server(("127.0.0.1", 0)) as listener:
                 listener.settimeout(_ACCEPT_TIMEOUT_S)
                 port = listener.getsockname()[1]
                 self._process = subprocess.Popen(
@@ -60,29 +54,33 @@ class SocketPeer:
                     pass_fds=[there.fileno()],
                     stdin=subprocess.DEVNULL,
                 )
-                try:
-                    self._tcp, _address = listener.accept()
-                except OSError as error:
-                    self._process.kill()
-                    self._process.wait()
-                    raise DeadlineError(f"the socket limit's peer did not connect: {error}") from error
-        except BaseException:
-            here.close()
-            raise
-        finally:
-            there.close()
-        self._unix = here
-        for end in (self._tcp, self._unix):
-            end.settimeout(_IO_TIMEOUT_S)
-        _tune(self._tcp)
+                stack.callback(self._end_process)
+                for congestion in CONGESTION:
+                    self._tcp[congestion] = stack.enter_context(_accept(listener))
+            for end in (*self._tcp.values(), self._unix):
+                end.settimeout(_IO_TIMEOUT_S)
+            for congestion, end in self._tcp.items():
+                _tune(end, congestion)
+            self._warm()
+            self._stack = stack.pop_all()
 
-    def pull_s(self, memory: memoryview, block_bytes: int, blocks: int) -> float:
+    @property
+    def pid(self) -> int:
+        """Of the peer process."""
+        return self._process.pid
+
+    def congestion(self, name: str) -> str:
+        """What the connection `name` of `CONGESTION` really uses."""
+        text = self._tcp[name].getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+        return text.rstrip(b"\0").decode()
+
+    def pull_s(self, memory: memoryview, block_bytes: int, blocks: int, congestion: str = "") -> float:
         """Seconds from asking until `blocks` blocks have been received into `memory`: the limit of a RETRIEVE."""
-        return self._transfer(_PULL, memory, block_bytes, blocks)
+        return self._transfer(_PULL, memory, block_bytes, blocks, congestion)
 
-    def push_s(self, memory: memoryview, block_bytes: int, blocks: int) -> float:
+    def push_s(self, memory: memoryview, block_bytes: int, blocks: int, congestion: str = "") -> float:
         """Seconds from asking until the peer has received `blocks` blocks of `memory`: the limit of a STORE."""
-        return self._transfer(_PUSH, memory, block_bytes, blocks)
+        return self._transfer(_PUSH, memory, block_bytes, blocks, congestion)
 
     def ping_s(self, message_bytes: int = 64, rounds: int = 200) -> list[float]:
         """Seconds of each of `rounds` round trips of so small a message over the Unix socket."""
@@ -102,13 +100,7 @@ class SocketPeer:
 
     def close(self) -> None:
         """Idempotent; the peer ends when its sockets close."""
-        self._tcp.close()
-        self._unix.close()
-        try:
-            self._process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._stack.close()
 
     def __enter__(self) -> SocketPeer:
         return self
@@ -118,85 +110,81 @@ class SocketPeer:
     ) -> None:
         self.close()
 
-    def _transfer(self, op: int, memory: memoryview, block_bytes: int, blocks: int) -> float:
-        view = memory.cast("B")[: block_bytes * blocks]
-        if view.nbytes < block_bytes * blocks:
-            raise ValueError(f"{blocks} blocks of {block_bytes} bytes do not fit the buffer")
+    def _warm(self) -> None:
+        """Both directions of each connection, so that its windows have grown."""
+        with mmap.mmap(-1, _WARM_BYTES) as memory, memoryview(memory) as view:
+            for congestion in CONGESTION:
+                self.pull_s(view, _RECEIVE_BYTES, _WARM_BYTES // _RECEIVE_BYTES, congestion)
+                self.push_s(view, _RECEIVE_BYTES, _WARM_BYTES // _RECEIVE_BYTES, congestion)
+
+    def _transfer(self, op: int, memory: memoryview, block_bytes: int, blocks: int, congestion: str) -> float:
+        sock = self._tcp[congestion]
+        with memory.cast("B") as whole, whole[: block_bytes * blocks] as view:
+            if view.nbytes < block_bytes * blocks:
+                raise ValueError(f"{blocks} blocks of {block_bytes} bytes do not fit the buffer")
+            try:
+                started = perf_counter_ns()
+                sock.sendall(_REQUEST.pack(op, block_bytes, blocks))
+                if op == _PULL:
+                    _receive(sock, view)
+                else:
+                    sock.sendall(view)
+                    _receive(sock, memoryview(bytearray(1)))
+                return (perf_counter_ns() - started) / 1e9
+            except OSError as error:
+                raise LowerLayerError("bare socket transfer", error.errno or 0, str(error)) from error
+
+    def _end_process(self) -> None:
+        self._unix.close()  # the last of its sockets, so that it ends
         try:
-            started = perf_counter_ns()
-            self._tcp.sendall(_REQUEST.pack(op, block_bytes, blocks))
-            if op == _PULL:
-                _receive(self._tcp, view)
-            else:
-                _send(self._tcp, _blocks(view, block_bytes))
-                _receive(self._tcp, memoryview(bytearray(1)))
-            return (perf_counter_ns() - started) / 1e9
-        except OSError as error:
-            raise LowerLayerError("bare socket transfer", error.errno or 0, str(error)) from error
+            self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
 
-def _address(view: memoryview) -> int:
-    return int(np.frombuffer(view, np.uint8).ctypes.data)
+def _accept(listener: socket.socket) -> socket.socket:
+    try:
+        return listener.accept()[0]
+    except OSError as error:
+        raise DeadlineError(f"the socket limit's peer did not connect: {error}") from error
 
 
-def _tune(sock: socket.socket) -> None:
+def _tune(sock: socket.socket, congestion: str) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    try:  # bbr, the default on some systems, paces loopback: reno and cubic measured 18 % faster
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
-    except OSError:
-        return
-
-
-def _blocks(view: memoryview, block_bytes: int) -> list[memoryview]:
-    return [view[start : start + block_bytes] for start in range(0, view.nbytes, block_bytes)]
-
-
-def _send(sock: socket.socket, parts: list[memoryview]) -> None:
-    """sendmsg of all of `parts`, continuing after short writes."""
-    while parts:
-        sent = sock.sendmsg(parts[:_IOV_MAX])
-        whole = 0
-        while whole < len(parts) and sent >= parts[whole].nbytes:
-            sent -= parts[whole].nbytes
-            whole += 1
-        parts = parts[whole:]
-        if sent:
-            parts[0] = parts[0][sent:]
+    if congestion:
+        with contextlib.suppress(OSError):  # a kernel without it: `congestion` of the peer says what is used
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, congestion.encode())
 
 
 def _receive(sock: socket.socket, view: memoryview) -> None:
     at = 0
     while at < view.nbytes:
-        count = sock.recv_into(view[at:], view.nbytes - at, socket.MSG_WAITALL)
+        wanted = min(view.nbytes - at, _RECEIVE_BYTES)
+        count = sock.recv_into(view[at:], wanted, socket.MSG_WAITALL)
         if count == 0:
             raise ConnectionResetError("the peer closed")
         at += count
 
 
-def _serve_tcp(sock: socket.socket) -> None:
-    window = np.zeros(_WINDOW_BYTES, np.uint8).data
+def _serve_tcp(sock: socket.socket, window: memoryview) -> None:
+    """What is pulled and pushed goes round in the window, so that it comes from memory and not from a cache."""
     header = memoryview(bytearray(_REQUEST.size))
+    places = {_PULL: 0, _PUSH: 0}
     while True:
         _receive(sock, header)
         op, block_bytes, blocks = _REQUEST.unpack(header)
         left = block_bytes * blocks
-        parts: list[memoryview] = []
         while left:
-            parts.append(window[: min(left, _WINDOW_BYTES)])
-            left -= parts[-1].nbytes
-        if op == _PULL:
-            _send(sock, [piece for part in parts for piece in _blocks(part, block_bytes)])
-        else:
-            for part in parts:
+            part = window[places[op] : places[op] + left]
+            places[op] = (places[op] + part.nbytes) % window.nbytes
+            left -= part.nbytes
+            if op == _PULL:
+                sock.sendall(part)
+            else:
                 _receive(sock, part)
+        if op == _PUSH:
             sock.sendall(b"\1")
-
-
-def _serve_until_closed(serve: Callable[[socket.socket], None], sock: socket.socket) -> None:
-    try:
-        serve(sock)
-    except (ConnectionResetError, BrokenPipeError):
-        sock.close()
 
 
 def _serve_unix(sock: socket.socket) -> None:
@@ -210,14 +198,28 @@ def _serve_unix(sock: socket.socket) -> None:
             sock.sendall(message)
 
 
+def _serve_until_closed(serve: Callable[[], None]) -> None:
+    with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+        serve()
+
+
 def main(arguments: list[str]) -> None:
     """The peer process. Ends when the benchmark closes its sockets, or dies."""
     unix = socket.socket(fileno=int(arguments[0]))
-    tcp = socket.create_connection(("127.0.0.1", int(arguments[1])), timeout=_ACCEPT_TIMEOUT_S)
-    tcp.settimeout(None)
-    _tune(tcp)
-    threading.Thread(target=_serve_until_closed, args=(_serve_unix, unix), daemon=True).start()
-    _serve_until_closed(_serve_tcp, tcp)
+    window = memoryview(mmap.mmap(-1, _WINDOW_BYTES))
+    for start in range(0, _WINDOW_BYTES, mmap.PAGESIZE):
+        window[start] = 1
+    serving: list[Callable[[], None]] = [lambda: _serve_unix(unix)]
+    for congestion in CONGESTION:
+        tcp = socket.create_connection(("127.0.0.1", int(arguments[1])), timeout=_ACCEPT_TIMEOUT_S)
+        tcp.settimeout(None)
+        _tune(tcp, congestion)
+        serving.append(lambda tcp=tcp: _serve_tcp(tcp, window))  # type: ignore[misc]
+    threads = [threading.Thread(target=_serve_until_closed, args=(serve,)) for serve in serving]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 if __name__ == "__main__":

@@ -37,12 +37,12 @@ class Panel:
 
 @dataclass(frozen=True)
 class Axes:
-    """Both axes of every panel. `x_ticks` are labels by x; both axes are logarithmic unless said otherwise."""
+    """Both axes of every panel, logarithmic. `x_ticks` are labels by x; `y_shared`: one scale for all panels."""
 
     x_label: str
     y_label: str
     x_ticks: Mapping[float, str]
-    y_log: bool = True
+    y_shared: bool = True
 
 
 def available() -> bool:
@@ -64,7 +64,7 @@ def draw(path: Path, title: str, panels: Sequence[Panel], axes: Axes, columns: i
     with matplotlib.rc_context({"svg.hashsalt": "entresol", "font.size": 8, "axes.titlesize": 9}):
         figure = Figure(figsize=(_PANEL_INCHES[0] * columns, _PANEL_INCHES[1] * rows + 0.9), layout="constrained")
         FigureCanvasAgg(figure)
-        grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+        grid = figure.subplots(rows, columns, sharex=True, sharey=axes.y_shared, squeeze=False)
         labels: dict[str, Any] = {}
         for place, panel in enumerate(panels):
             _draw_panel(grid[place // columns][place % columns], panel, axes, labels)
@@ -76,7 +76,7 @@ def draw(path: Path, title: str, panels: Sequence[Panel], axes: Axes, columns: i
             bottom.tick_params(labelbottom=True)
         for row in grid:
             row[0].set_ylabel(axes.y_label)
-        figure.suptitle(title)
+        figure.suptitle(title, fontsize=9)
         figure.legend(labels.values(), labels.keys(), loc="outside lower center", ncols=4, frameon=False)
         try:
             figure.savefig(path, dpi=110, metadata={"Date": None} if path.suffix == ".svg" else None)
@@ -86,12 +86,11 @@ def draw(path: Path, title: str, panels: Sequence[Panel], axes: Axes, columns: i
 
 def _draw_panel(place: Any, panel: Panel, axes: Axes, labels: dict[str, Any]) -> None:
     """One set of axes; each label that is new joins the legend."""
-    from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
     place.set_title(panel.title)
     place.set_xscale("log", base=2)
-    if axes.y_log:
-        place.set_yscale("log")
+    place.set_yscale("log")
     for line in panel.lines:
         xs = sorted(line.points)
         values = [line.points[x] for x in xs]
@@ -108,7 +107,7 @@ def _draw_panel(place: Any, panel: Panel, axes: Axes, labels: dict[str, Any]) ->
         labels.setdefault(line.label, drawn)
     place.set_xticks(list(axes.x_ticks), list(axes.x_ticks.values()))
     place.xaxis.set_minor_locator(NullLocator())
-    if axes.y_log:
-        place.yaxis.set_major_formatter(FuncFormatter(lambda value, _place: f"{value:g}"))
-        place.yaxis.set_minor_formatter(NullFormatter())
+    place.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    place.yaxis.set_major_formatter(FuncFormatter(lambda value, _place: f"{value:g}"))
+    place.yaxis.set_minor_formatter(NullFormatter())
     place.grid(True, which="major", alpha=0.3, linewidth=0.5)

@@ -69,7 +69,7 @@ def run_peers(settings: PeersSettings, monkeypatch: pytest.MonkeyPatch) -> Calla
     def run(*peers: Peer, **changes: Any) -> tuple[Peers, list[str]]:
         told: list[str] = []
         run = Peers(peers, dataclasses.replace(settings, **changes), told.append)
-        monkeypatch.setattr(run.limits, "read", lambda _blocks, _batches: None)
+        monkeypatch.setattr(run.limits, "read", lambda *_what: None)
         run.run()
         return run, told
 

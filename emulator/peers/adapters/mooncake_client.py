@@ -81,8 +81,11 @@ class Store:
         names = [key.decode() for key in keys]
         return int(self._store.batch_get_into(names, places, self._sizes[: len(keys)]).count(size))
 
-    def lookup(self, keys: list[bytes]) -> int:
-        return int(self._store.batch_is_exist([key.decode() for key in keys]).count(1))
+    def names(self, keys: list[bytes]) -> list[str]:
+        return [key.decode() for key in keys]
+
+    def lookup(self, names: list[str]) -> int:
+        return int(self._store.batch_is_exist(names).count(1))
 
     def forget(self, keys: list[bytes]) -> None:
         self._store.batch_remove([key.decode() for key in keys], True)
