@@ -19,7 +19,7 @@ from typing import Any, Final
 from common.errors import DeadlineError, EntresolError
 from common.units import format_size
 from emulator.peers import install
-from emulator.peers.catalogue import FLASH_READ, FLASH_STORE, LOOKUP, ON_FLASH, RETRIEVE, STORE, Peer, Sizes
+from emulator.peers.catalogue import FLASH_READ, FLASH_STORE, LOOKUP, RETRIEVE, STORE, Peer, Sizes
 from emulator.peers.limits import Limits
 from emulator.peers.turns import Driver, PeerError, Turn
 from host_agent.bench.cpu_time import OtherWork
@@ -178,7 +178,7 @@ class Peers:
             for batch in settings.batches:
                 if batch <= count:
                     measured += self._store_and_read(outcome, driver, (STORE, RETRIEVE), size, batch)
-        if operations >= ON_FLASH and size <= settings.flash_bytes_max:
+        if FLASH_READ in operations and size <= settings.flash_bytes_max:
             for batch in settings.flash_batches:
                 if batch <= count:
                     measured += self._store_and_read(outcome, driver, (FLASH_STORE, FLASH_READ), size, batch)
@@ -205,7 +205,8 @@ class Peers:
         for operation in operations:
             answer = driver.ask(operation, keys=keys, batch=batch)
             outcome.wrong += [f"{operation} of {format_size(size)}: {text}" for text in answer.get("wrong", [])]
-            measured.append(((operation, size, batch), answer))
+            if operation in outcome.peer.operations:
+                measured.append(((operation, size, batch), answer))
         driver.ask("forget", keys=keys)
         return measured
 
