@@ -132,7 +132,7 @@ PEERS: Final = (
         adapter="mooncake_client",
         start=_offload,
         settings="mooncake_master --enable_offload, client with segment and flash tier in one process; buckets of "
-        "16 keys, io_uring; read after batch_replica_clear of the replicas in memory, its files put out of the page cache",
+        "16 keys, io_uring; read after batch_replica_clear of the replicas in memory, page cache dropped",
         operations=frozenset({FLASH_READ}),
         environment=_OFFLOAD,
         against=(ENTRESOL_SHM,),
