@@ -34,6 +34,8 @@ class BenchSettings:
     batches: tuple[int, ...] = (1, 16, 128)
     lookup_batches: tuple[int, ...] = (1, 16, 128, 512)
     rounds: int = 5
+    limit_s: float = 540.0
+    """Parts have fewer rounds, three at least, where all would take longer; 0: all rounds, however long."""
     blocks: int = 128
     """Of one round: a batch of 16 means 8 calls."""
     operations: tuple[str, ...] = OPERATIONS
