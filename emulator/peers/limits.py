@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from common.errors import LowerLayerError
 from emulator.peers import driver
 from emulator.peers.catalogue import FLASH_READ, FLASH_STORE, RETRIEVE, STORE
 from host_agent.bench.flash_limit import FlashLimit
@@ -23,6 +24,7 @@ SOCKETS: Final = {"": "bare TCP socket", "cubic": "bare TCP socket, cubic"}
 DISK: Final = "disk, O_DIRECT"
 _FLASH_BYTES: Final = 256 << 20
 _DISK_S: Final = 0.3
+_SOCKET: Final = "one blocking loopback connection between two processes, asked and answered batch by batch"
 Place = tuple[str, str, int, int]
 
 
@@ -33,7 +35,7 @@ class Limits:
         self._flash_dir = flash_dir
         self.readings: dict[Place, list[float]] = {}
         self.pings_s: list[float] = []
-        self.methods: dict[str, str] = {}
+        self.methods = dict.fromkeys((MEMMOVE, MEMMOVE_HUGE), "one memmove for each block")
 
     def read(self, blocks: Mapping[int, int], batches: tuple[int, ...], flash_bytes_max: int) -> None:
         """One round. `blocks`: how many of each size; the disk is read for sizes up to `flash_bytes_max`.
@@ -41,7 +43,7 @@ class Limits:
         Raises LowerLayerError.
         """
         with SocketPeer() as peer:
-            self.methods |= {name: f"congestion control {peer.congestion(key)}" for key, name in SOCKETS.items()}
+            self.methods |= {name: f"{_SOCKET}, {peer.congestion(key)}" for key, name in SOCKETS.items()}
             for size, count in blocks.items():
                 for huge in (False, True):
                     to, source = (driver.allocate(size * count, huge).data for _ in range(2))
@@ -49,7 +51,10 @@ class Limits:
                 for congestion in SOCKETS:
                     self._sockets(peer, size, count, batches, congestion, to, source)
             self.pings_s.append(statistics.median(peer.ping_s()))
-        self._flash_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            self._flash_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise LowerLayerError("mkdir", error.errno or 0, str(self._flash_dir)) from error
         with FlashLimit(self._flash_dir, _FLASH_BYTES, _DISK_S) as disk:
             self.methods[DISK] = disk.method
             for size, count in blocks.items():

@@ -30,8 +30,10 @@ def as_dict(run: Peers, environment: Mapping[str, Any], settings: Mapping[str, A
     return {
         "environment": dict(environment),
         "settings": dict(settings),
+        "rounds": run.rounds,
         "limits": [*run.limits.rows()],
         "limits_methods": run.limits.methods,
+        "limits_error": run.limits_error,
         "other_work_share": run.other_work_share,
         "ping_us": statistics.median(run.limits.pings_s) * 1e6 if run.limits.pings_s else None,
         "peers": [_peer(outcome) for outcome in run.outcomes],
@@ -44,7 +46,7 @@ def tables(report: Mapping[str, Any]) -> list[Table]:
     operations = [name for name in TITLES if any(_cells(peer, name) for peer in peers)]
     found = [*(_ratios(report, name) for name in operations), _lookup(report)]
     found += [table for name in operations for table in (_absolute(report, name), _processor(report, name))]
-    return [*(table for table in found if table.rows), _who(report)]
+    return [*(table for table in found if table.rows), _methods(report), _who(report)]
 
 
 def wrong(report: Mapping[str, Any]) -> list[str]:
@@ -225,6 +227,15 @@ def _lookup(report: Mapping[str, Any]) -> Table:
                 _both_sides(cell),
             )
             table.title = f"LOOKUP of {batch} keys a call"
+    return table
+
+
+def _methods(report: Mapping[str, Any]) -> Table:
+    table = Table("Limits", [Column("limit", words=True), Column("how", words=True)])
+    for name, method in report["limits_methods"].items():
+        table.add(name, method)
+    if report["limits_error"]:
+        table.notes.append(f"They could not be read to the end: {report['limits_error']}")
     return table
 
 

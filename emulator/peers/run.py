@@ -29,6 +29,7 @@ _LOOKUP_STEP: Final = 8
 """Few enough for the smallest window of a store that refuses what it cannot stage."""
 _KEY_HEX_BYTES: Final = 8
 _WARM_BATCH: Final = 128
+_ROUNDS_MIN: Final = 3
 Measured = tuple[tuple[str, int, int], dict[str, Any]]
 """Operation, block bytes, batch; and what the driver answered."""
 
@@ -49,8 +50,10 @@ class PeersSettings:
     rounds: int = 5
     warm_passes: int = 3
     """So many times all blocks are stored before anything is timed."""
-    limit_s: float = 100.0
+    limit_s: float = 150.0
     """Of one peer, all its turns together."""
+    total_s: float = 840.0
+    """On a busy machine there are fewer rounds, three at least."""
     install_limit_s: float = 600.0
 
     def quick(self) -> PeersSettings:
@@ -101,6 +104,9 @@ class Peers:
     def __init__(self, peers: Sequence[Peer], settings: PeersSettings, told: Callable[[str], None]) -> None:
         self.outcomes = [Outcome(peer) for peer in peers]
         self.limits = Limits(settings.flash_dir)
+        self.limits_error = ""
+        self.rounds = 0
+        """How many there were."""
         self.other_work_share = 0.0
         """Of the processors, by what is not this run."""
         self._settings = settings
@@ -118,18 +124,31 @@ class Peers:
                         outcome.error = str(error)
 
     def run(self) -> None:
-        """All rounds. Never raises for what a peer does."""
+        """The rounds, fewer than wished where they would take too long. Never raises for what a peer does."""
         other_work = OtherWork(())
+        started_s = time.monotonic()
         for number in range(self._settings.rounds):
+            used_s = time.monotonic() - started_s
+            if number >= _ROUNDS_MIN and used_s * (number + 1) / number > self._settings.total_s:
+                break
             turns: list[Outcome | None] = [None, *self.outcomes]
             for outcome in reversed(turns) if number % 2 else turns:
                 if outcome is None:
                     self._told(f"round {number + 1}: limits of the machine")
-                    self.limits.read(self._settings.blocks, self._settings.batches, self._settings.flash_bytes_max)
+                    self._read_limits()
                 elif not outcome.error:
                     self._told(f"round {number + 1}: {outcome.peer.name}")
                     self._turns(outcome)
+            self.rounds += 1
         self.other_work_share = other_work.share()
+
+    def _read_limits(self) -> None:
+        settings = self._settings
+        if not self.limits_error:
+            try:
+                self.limits.read(settings.blocks, settings.batches, settings.flash_bytes_max)
+            except EntresolError as error:
+                self.limits_error = str(error)
 
     def _turns(self, outcome: Outcome) -> None:
         """One peer's part of a round."""
