@@ -91,10 +91,10 @@ def _markdown(found: Mapping[str, Any]) -> str:
     head = "".join(f"- {name}: {value}\n" for name, value in environment.rows(found["environment"]))
     text = (
         f"Medians of {found['rounds']} rounds. In each round every peer has one turn: its servers and its client are "
-        "started, warmed up untimed, measured, and ended, so that nothing of one peer runs while another is measured; "
-        "every other round goes from last to first. Keys are fresh each time, and every byte read back is compared outside "
-        "the timed calls. A ratio is of one round, Entresol over the peer, above 1 where Entresol is faster: the "
-        "median of the rounds (lowest-highest). Other work on this machine took "
+        "started, warmed up untimed, measured, and ended, so that nothing of one peer runs while another is "
+        "measured; every other round goes from last to first. Keys are fresh each time, and every byte read back is "
+        "compared outside the timed calls. A ratio is of one round, Entresol over the peer, above 1 where Entresol "
+        "is faster: the median of the rounds (lowest-highest). Other work on this machine took "
         f"{found['other_work_share']:.0%} of its processors during the run: above a few per cent the ranges are wide, "
         "and a difference within them is none.\n"
     )
