@@ -67,6 +67,7 @@ apt-bench: ## install fio from Debian's or Ubuntu's packages (as root), for the 
 $(BENCH_STAMP): pyproject.toml $(RUN_STAMP)
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[bench]'
 	@touch $@
+
 # Redis itself, and the libraries that Mooncake's wheel loads.
 APT_PEERS := redis-server libibverbs1 librdmacm1 libnuma1 liburing2
 HAS_PEERS = dpkg-query -W -f '$${Status}\n' $(APT_PEERS) 2>/dev/null | grep -c 'ok installed' | grep -qx $(words $(APT_PEERS))

@@ -10,9 +10,8 @@ import contextlib
 import dataclasses
 import json
 import shutil
-import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,6 +33,7 @@ from emulator.pod import Pod
 from emulator.pod_report import pod_report, print_pod
 from emulator.pod_settings import FABRICS, PodSettings, default_run_dir
 from emulator.scale import cli as scale_cli
+from emulator.signals import ended_by_signals
 from emulator.trace import TraceRecord
 from host_agent.bench.environment import read_environment
 from host_agent.bench.options import bench_options, bench_settings
@@ -138,7 +138,7 @@ def settings_from(config_path: Path | None, options: dict[str, Any], **defaults:
 def up(config_path: Path | None, as_json: bool, **options: Any) -> None:
     """Start a pod and return once every region serves. It runs until 'entresol-emu down'."""
     settings = settings_from(config_path, options)
-    with _ended_by_signals():
+    with ended_by_signals():
         pod = Pod.up(settings, lambda text: click.echo(text, err=True))
     _print(pod_report(pod), as_json)
 
@@ -191,7 +191,7 @@ def demo(ctx: click.Context, /, config_path: Path | None, keep: bool, as_json: b
     settings = DemoSettings.of(settings_from(config_path, options), **replay)
     records = settings.records()
     notes = Console(stderr=True)
-    with _ended_by_signals(), contextlib.ExitStack() as stack:
+    with ended_by_signals(), contextlib.ExitStack() as stack:
         notes.print(f"starting {settings.pod.dpus} DPUs with {settings.pod.regions} region workers each ...")
         pod = Pod.up(settings.pod, lambda text: notes.print(text))
         if not keep:
@@ -240,7 +240,7 @@ def bench(
     measured = bench_settings(options)
     settings = settings_from(config_path, options, dpus=1)
     notes = Console(stderr=True)
-    with _ended_by_signals(), notes.status("starting") as line:
+    with ended_by_signals(), notes.status("starting") as line:
         document = compare(settings, measured, fabrics or FABRICS, read_environment(), region_slots, line.update)
     goals = goals_table(document["goals"])
     files = write_report(document, out, "Benchmark on the emulator", [goals])
@@ -287,7 +287,7 @@ def bench_latency(
     if rounds:
         latency = dataclasses.replace(latency, rounds=rounds)
     notes = Console(stderr=True)
-    with _ended_by_signals(), notes.status("starting") as line:
+    with ended_by_signals(), notes.status("starting") as line:
         report = measure_latency(settings, latency, line.update)
     files = latency_report.write(report, out)
     if as_json:
@@ -313,7 +313,7 @@ def bench_scale(ctx: click.Context, /, config_path: Path | None, **options: Any)
     for name in ("dpus", "regions"):
         if options.pop(name) is not None:
             raise UserError(f"--{name}: a pod of one DPU is measured for each of --workers")
-    scale_cli.run(ctx, settings_from(config_path, of_pod), _ended_by_signals, **options)
+    scale_cli.run(ctx, settings_from(config_path, of_pod), ended_by_signals, **options)
 
 
 main.add_command(scale_cli.cost_model)
@@ -367,23 +367,6 @@ def _print_what_to_try(pod: Pod, notes: Console) -> None:
 def _command(name: str) -> str:
     """How the reader can call a command: by its name, or as this one was called."""
     return name if shutil.which(name) else str(Path(sys.argv[0]).with_name(name))
-
-
-@contextlib.contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """SIGTERM, and SIGHUP of a terminal that is closed, unwind like Ctrl-C, so that the pod goes down with the
-    command. What is ignored, as under nohup, stays ignored."""
-
-    def unwind(_number: int, _frame: object) -> None:
-        raise KeyboardInterrupt
-
-    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, unwind) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _print(report: dict[str, Any], as_json: bool) -> None:

@@ -15,6 +15,7 @@ from common.errors import UserError
 from emulator.peers import everyone, hugepages, report
 from emulator.peers.run import Peers, PeersSettings
 from emulator.pod_settings import default_flash_dir
+from emulator.signals import ended_by_signals
 from host_agent.bench import environment
 
 _VENVS = Path(".venv-peers")
@@ -50,7 +51,7 @@ def bench_peers(
     settings = dataclasses.replace(settings, **{name: value for name, value in given.items() if value is not None})
     began = environment.read_environment()
     notes = Console(stderr=True)
-    with notes.status("starting") as line, hugepages.reserved(huge_pages):
+    with ended_by_signals(), notes.status("starting") as line, hugepages.reserved(huge_pages):
         run = Peers(everyone.choose(only.split(",") if only else ()), settings, line.update)
         if installs:
             run.install()
@@ -88,12 +89,14 @@ def _write(out: Path, found: Mapping[str, Any]) -> None:
 
 def _markdown(found: Mapping[str, Any]) -> str:
     head = "".join(f"- {name}: {value}\n" for name, value in environment.rows(found["environment"]))
-    rounds = found["settings"]["rounds"]
     text = (
-        f"Medians of {rounds} rounds. In each round every peer has one turn: its servers and its client are started, "
-        "warmed up untimed, measured, and ended, so that nothing of one peer runs while another is measured; every "
-        "other round goes from last to first. Keys are fresh each time, and every byte read back is compared outside "
-        "the timed calls. A ratio above 1 means that Entresol is faster.\n"
+        f"Medians of {found['rounds']} rounds. In each round every peer has one turn: its servers and its client are "
+        "started, warmed up untimed, measured, and ended, so that nothing of one peer runs while another is "
+        "measured; every other round goes from last to first. Keys are fresh each time, and every byte read back is "
+        "compared outside the timed calls. A ratio is of one round, Entresol over the peer, above 1 where Entresol "
+        "is faster: the median of the rounds (lowest-highest). Other work on this machine took "
+        f"{found['other_work_share']:.0%} of its processors during the run: above a few per cent the ranges are wide, "
+        "and a difference within them is none.\n"
     )
     return f"# Entresol and its peers\n\n{head}\n{text}\n" + "\n".join(
         table.markdown() for table in report.tables(found)

@@ -25,7 +25,7 @@ from emulator.peers.catalogue import (
 from emulator.peers.turns import PeerError, Turn
 from emulator.pod import Pod
 from emulator.pod_settings import PodSettings
-from host_agent.bench.run import BenchSettings
+from host_agent.bench.settings import BenchSettings
 
 _ROOM: Final = 3
 """So many slots for each small block, for none to be evicted."""

@@ -44,7 +44,7 @@ def _server(turn: Turn, _sizes: Sizes) -> dict[str, Any]:
     port = turn.free_port()
     options = {
         "supported-transfer-mode": "engine_driven",
-        "l1-size-gb": 2,
+        "l1-size-gb": 3,
         "eviction-policy": "LRU",
         "port": port,
         "http-port": turn.free_port(),

@@ -6,7 +6,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from emulator.peers.catalogue import ENTRESOL_SHM, ENTRESOL_TCP, LOOKUP, SAME_HOST, STAGED, TCP, Family, Peer, Sizes
+from emulator.peers.catalogue import (
+    ENTRESOL_SHM,
+    ENTRESOL_TCP,
+    FLASH_READ,
+    LOOKUP,
+    SAME_HOST,
+    STAGED,
+    TCP,
+    Family,
+    Peer,
+    Sizes,
+)
 from emulator.peers.turns import Turn
 
 FAMILY: Final = Family(
@@ -16,7 +27,17 @@ FAMILY: Final = Family(
 )
 _SEGMENT: Final = "2 GB"
 _ENVIRONMENT: Final = {"MC_TCP_SLICE_SIZE": str(1 << 20)}
-_SLACK_BYTES: Final = 128 << 20
+_SHORT_LEASE_MS: Final = 100
+_OFFLOAD: Final = {
+    **_ENVIRONMENT,
+    "MOONCAKE_OFFLOAD_STORAGE_BACKEND_DESCRIPTOR": "bucket_storage_backend",
+    "MOONCAKE_OFFLOAD_HEARTBEAT_INTERVAL_SECONDS": "1",
+    "MOONCAKE_OFFLOAD_USE_URING": "true",
+    "MOONCAKE_OFFLOAD_BUCKET_KEYS_LIMIT": "16",
+    "MOONCAKE_OFFLOAD_BUCKET_SIZE_LIMIT_BYTES": str(16 << 20),
+    "MOONCAKE_OFFLOAD_TOTAL_SIZE_LIMIT_BYTES": str(8 << 30),
+}
+_SLACK_BYTES: Final = 192 << 20
 _MAIN: Final = "mooncake_master, mooncake_client owning 2 GB, P2PHANDSHAKE"
 _CALLS: Final = "register_buffer, batch_put_from, batch_get_into, batch_is_exist"
 
@@ -46,6 +67,22 @@ def _store(client: str) -> Callable[[Turn, Sizes], dict[str, Any]]:
         }
 
     return start
+
+
+def _offload(turn: Turn, sizes: Sizes) -> dict[str, Any]:
+    master = turn.free_port()
+    command = [f"{turn.python.parent}/mooncake_master", f"--rpc_port={master}", f"--metrics_port={turn.free_port()}"]
+    options = ["--enable_metric_reporting=false", "--enable_offload=true", f"--default_kv_lease_ttl={_SHORT_LEASE_MS}"]
+    turn.wait_for(master, turn.server([*command, *options], _OFFLOAD))
+    directory = turn.flash_dir / "offload"
+    directory.mkdir()
+    return {
+        "client": "offload",
+        "master_port": master,
+        "segment_bytes": 2 * sizes.blocks * sizes.block_bytes + _SLACK_BYTES,
+        "directory": str(directory),
+        "huge": True,
+    }
 
 
 def _engine(turn: Turn, _sizes: Sizes) -> dict[str, Any]:
@@ -87,5 +124,17 @@ PEERS: Final = (
         _engine,
         "two engines, P2PHANDSHAKE; batch_transfer_sync_write and _read, target memory in no order",
         False,
+    ),
+    Peer(
+        name="Mooncake Store, offload to flash",
+        family=FAMILY,
+        reach=SAME_HOST,
+        adapter="mooncake_client",
+        start=_offload,
+        settings="mooncake_master --enable_offload, client with segment and flash tier in one process; buckets of "
+        "16 keys, io_uring; read after batch_replica_clear of the replicas in memory, page cache dropped",
+        operations=frozenset({FLASH_READ}),
+        environment=_OFFLOAD,
+        against=(ENTRESOL_SHM,),
     ),
 )

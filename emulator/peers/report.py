@@ -1,7 +1,7 @@
 """The report of a comparison: JSON with everything, and tables, ratios first.
 
-Pure: from what `emulator.peers.run` measured to plain values and tables. A ratio is Entresol's median over the peer's
-in the same rounds of the same run; above 1 Entresol is faster.
+Pure: from what `emulator.peers.run` measured to plain values and tables. A ratio is Entresol's rate over the peer's in
+the same round; above 1 Entresol is faster.
 """
 
 from __future__ import annotations
@@ -30,7 +30,11 @@ def as_dict(run: Peers, environment: Mapping[str, Any], settings: Mapping[str, A
     return {
         "environment": dict(environment),
         "settings": dict(settings),
-        "limits": run.limits.rows(),
+        "rounds": run.rounds,
+        "limits": [*run.limits.rows()],
+        "limits_methods": run.limits.methods,
+        "limits_error": run.limits_error,
+        "other_work_share": run.other_work_share,
         "ping_us": statistics.median(run.limits.pings_s) * 1e6 if run.limits.pings_s else None,
         "peers": [_peer(outcome) for outcome in run.outcomes],
     }
@@ -42,7 +46,7 @@ def tables(report: Mapping[str, Any]) -> list[Table]:
     operations = [name for name in TITLES if any(_cells(peer, name) for peer in peers)]
     found = [*(_ratios(report, name) for name in operations), _lookup(report)]
     found += [table for name in operations for table in (_absolute(report, name), _processor(report, name))]
-    return [*(table for table in found if table.rows), _who(report)]
+    return [*(table for table in found if table.rows), _methods(report), _who(report)]
 
 
 def wrong(report: Mapping[str, Any]) -> list[str]:
@@ -123,25 +127,26 @@ def _ratios(report: Mapping[str, Any], operation: str) -> Table:
         against = _against(report, peer, operation)
         if theirs and against is not None:
             ours = _cells(against, operation)
-            both = [
-                f"{ours[place]['gb_per_s'] / theirs[place]['gb_per_s']:.2f}"
-                if place in ours and place in theirs and theirs[place]["gb_per_s"]
-                else "-"
-                for place in places
-            ]
-            table.add(peer["name"], against["name"], *both)
+            table.add(peer["name"], against["name"], *(_ratio(ours.get(at), theirs.get(at)) for at in places))
     for limit, rates in _limits(report, operation).items():
         for name in ENTRESOL:
             ours = next((_cells(peer, operation) for peer in report["peers"] if peer["name"] == name), {})
             if ours and _belongs(limit, name):
-                shares = [
-                    f"{ours[place]['gb_per_s'] / rates[place]['gb_per_s']:.2f}"
-                    if place in ours and place in rates
-                    else "-"
-                    for place in places
-                ]
-                table.add(limit, name, *shares)
+                table.add(limit, name, *(_ratio(ours.get(at), rates.get(at)) for at in places))
     return table
+
+
+def _ratio(ours: Mapping[str, Any] | None, theirs: Mapping[str, Any] | None) -> tuple[str, str]:
+    """Median of the ratios round by round, and their range; of medians where the rounds do not pair."""
+    if ours is None or theirs is None or not theirs["lowest"]:
+        return "-", "-"
+    pairs = [*zip(ours["rounds"], theirs["rounds"])]
+    if not len(ours["rounds"]) == len(theirs["rounds"]) == len(pairs):
+        text = f"{statistics.median(ours['rounds']) / statistics.median(theirs['rounds']):.2f}"
+        return text, text
+    ratios = [one / other for one, other in pairs]
+    text = f"{statistics.median(ratios):.2f}"
+    return text, f"{text} ({min(ratios):.2f}-{max(ratios):.2f})"
 
 
 def _belongs(limit: str, name: str) -> bool:
@@ -179,8 +184,11 @@ def _absolute(report: Mapping[str, Any], operation: str) -> Table:
     return table
 
 
-def _spread(cell: Mapping[str, Any] | None) -> str:
-    return "-" if cell is None else f"{cell['gb_per_s']:.2f} ({cell['lowest']:.2f}-{cell['highest']:.2f})"
+def _spread(cell: Mapping[str, Any] | None) -> tuple[str, str]:
+    if cell is None:
+        return "-", "-"
+    text = f"{cell['gb_per_s']:.2f}"
+    return text, f"{text} ({cell['lowest']:.2f}-{cell['highest']:.2f})"
 
 
 def _processor(report: Mapping[str, Any], operation: str) -> Table:
@@ -208,11 +216,10 @@ def _lookup(report: Mapping[str, Any]) -> Table:
         for (_size, batch), cell in _cells(peer, LOOKUP).items():
             against = _against(report, peer, LOOKUP)
             ours = _cells(against, LOOKUP) if against else {}
-            ratio = next((other["keys_per_s"] / cell["keys_per_s"] for other in ours.values()), None)
             table.add(
                 peer["name"],
                 against["name"] if against else "-",
-                "-" if ratio is None else f"{ratio:.2f}",
+                _ratio(next(iter(ours.values()), None), cell),
                 f"{cell['keys_per_s'] / 1e6:.3f}",
                 f"{cell['lowest'] / 1e6:.3f}-{cell['highest'] / 1e6:.3f}",
                 f"{cell['p50_us']:.0f}",
@@ -220,6 +227,15 @@ def _lookup(report: Mapping[str, Any]) -> Table:
                 _both_sides(cell),
             )
             table.title = f"LOOKUP of {batch} keys a call"
+    return table
+
+
+def _methods(report: Mapping[str, Any]) -> Table:
+    table = Table("Limits", [Column("limit", words=True), Column("how", words=True)])
+    for name, method in report["limits_methods"].items():
+        table.add(name, method)
+    if report["limits_error"]:
+        table.notes.append(f"They could not be read to the end: {report['limits_error']}")
     return table
 
 

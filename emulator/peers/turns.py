@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
-from common.errors import DeadlineError, UnavailableError
+from common.errors import DeadlineError, UnavailableError, UserError
 from emulator import processes
 
 _HERE: Final = Path(__file__).resolve().parent
@@ -40,7 +40,9 @@ class PeerError(UnavailableError):
 
 class Turn:
     """What a peer's processes live in. `python` is the interpreter of its environment; `until_s` of `time.monotonic`
-    is when it must have ended, `flash_dir` a directory on a disk for what it keeps there. A context manager."""
+    is when it must have ended, `flash_dir` a directory on a disk for what it keeps there. A context manager.
+
+    Raises UserError where nothing can be kept there."""
 
     def __init__(self, python: Path, flash_dir: Path, until_s: float) -> None:
         self.python = python
@@ -54,7 +56,11 @@ class Turn:
         self._started: list[int] = []
         self._ports: set[int] = set()
         self._logs: dict[int, Path] = {}
-        self.flash_dir.mkdir(parents=True)
+        try:
+            self.flash_dir.mkdir(parents=True)
+        except OSError as error:
+            self.stack.close()
+            raise UserError(f"{flash_dir} cannot be used: {error.strerror}") from error
         self.stack.callback(shutil.rmtree, self.flash_dir, ignore_errors=True)
 
     def left_s(self) -> float:
@@ -183,7 +189,10 @@ class _Lines:
                 raise PeerError(f"the process ended with {code}: {self._turn.log_tail(self.pid)}")
             self._pending += data
         line, _, self._pending = self._pending.partition(b"\n")
-        answer = json.loads(line)
+        try:
+            answer = json.loads(line)
+        except ValueError as error:
+            raise PeerError(f"not an answer: {line[:_LOG_LINE_CHARACTERS]!r}") from error
         if "error" in answer:
             raise PeerError(str(answer["error"]))
         return answer["ok"]

@@ -4,6 +4,7 @@ peer; and Redis itself where redis-server is installed."""
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import shutil
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from common.errors import LowerLayerError
 from emulator.peers import everyone, redis
 from emulator.peers.catalogue import (
     FLASH_READ,
@@ -69,7 +71,7 @@ def run_peers(settings: PeersSettings, monkeypatch: pytest.MonkeyPatch) -> Calla
     def run(*peers: Peer, **changes: Any) -> tuple[Peers, list[str]]:
         told: list[str] = []
         run = Peers(peers, dataclasses.replace(settings, **changes), told.append)
-        monkeypatch.setattr(run.limits, "read", lambda _blocks, _batches: None)
+        monkeypatch.setattr(run.limits, "read", lambda *_what: None)
         run.run()
         return run, told
 
@@ -128,6 +130,39 @@ def test_a_peer_that_fails_is_told_and_the_others_go_on(
     assert not broken.cells
     assert len(whole.cells[STORE, SIZE, 1].gb_per_s) == 2
     assert sum(fault in text for text in told) == 1, "it is not tried in the next round"
+
+
+def test_an_answer_that_is_none_is_the_peers_error(run_peers: Callable[..., tuple[Peers, list[str]]]) -> None:
+    def start(_turn: Turn, _sizes: Sizes) -> dict[str, Any]:
+        return {"fault": "chatter", "answers": 3}  # the driver's descriptor for answers is the first that is free
+
+    run, _ = run_peers(dataclasses.replace(fake(), start=start))
+    assert run.outcomes[0].error == "not an answer: b'ready'"
+
+
+def test_a_long_run_has_fewer_rounds_but_three(run_peers: Callable[..., tuple[Peers, list[str]]]) -> None:
+    run, _ = run_peers(fake(), rounds=9, total_s=0.0)
+    assert run.rounds == 3
+    assert len(run.outcomes[0].cells[STORE, SIZE, 1].gb_per_s) == 3
+
+
+def test_limits_that_cannot_be_read_are_told(settings: PeersSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Peers([fake()], dataclasses.replace(settings, rounds=1), lambda _text: None)
+
+    def read(*_what: Any) -> None:
+        raise LowerLayerError("open with O_TMPFILE and O_DIRECT", errno.EINVAL)
+
+    monkeypatch.setattr(run.limits, "read", read)
+    run.run()
+    assert "O_DIRECT" in run.limits_error
+    assert run.outcomes[0].cells
+
+
+def test_a_flash_directory_that_is_none_is_the_peers_error(settings: PeersSettings, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    run = Peers([fake()], dataclasses.replace(settings, flash_dir=tmp_path / "file"), lambda _text: None)
+    run.run()
+    assert "cannot be used" in run.outcomes[0].error
 
 
 def test_a_peer_that_hangs_is_timed_out_and_its_processes_ended(

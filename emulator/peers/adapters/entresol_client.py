@@ -62,7 +62,10 @@ class Adapter:
 
     flash_read = retrieve
 
-    def lookup(self, keys: list[bytes]) -> int:
+    def names(self, keys: list[bytes]) -> Any:
+        return np.frombuffer(b"".join(keys), np.uint8).reshape(len(keys), -1)
+
+    def lookup(self, keys: Any) -> int:
         return int(np.count_nonzero(self._client.lookup(self._namespace, keys).state != BlockState.ABSENT))
 
     def settle(self, keys: list[bytes]) -> None:

@@ -44,8 +44,11 @@ class Resp:
         self._finish(self._client.submit_batch_get(names, self._places(self._to, first, len(keys))))
         return len(keys)
 
-    def lookup(self, keys: list[bytes]) -> int:
-        found = self._finish(self._client.submit_batch_exists([key.decode() for key in keys]))
+    def names(self, keys: list[bytes]) -> list[str]:
+        return [key.decode() for key in keys]
+
+    def lookup(self, names: list[str]) -> int:
+        found = self._finish(self._client.submit_batch_exists(names))
         return sum(map(bool, found))
 
     def forget(self, keys: list[bytes]) -> None:

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import ctypes
 import importlib.metadata
+import os
 import random
+import time
 from typing import Any
 
 import numpy as np
 
 _POOL_BYTES = 640 << 20
 _LOCAL_BUFFER_BYTES = 64 << 20
+_OFFLOAD_TIMEOUT_S = 30.0
+_OFFLOAD_POLL_S = 0.02
 _HOST = "127.0.0.1"
 _PEER_TO_PEER = "P2PHANDSHAKE"
 
@@ -81,14 +85,60 @@ class Store:
         names = [key.decode() for key in keys]
         return int(self._store.batch_get_into(names, places, self._sizes[: len(keys)]).count(size))
 
-    def lookup(self, keys: list[bytes]) -> int:
-        return int(self._store.batch_is_exist([key.decode() for key in keys]).count(1))
+    def names(self, keys: list[bytes]) -> list[str]:
+        return [key.decode() for key in keys]
+
+    def lookup(self, names: list[str]) -> int:
+        return int(self._store.batch_is_exist(names).count(1))
 
     def forget(self, keys: list[bytes]) -> None:
         self._store.batch_remove([key.decode() for key in keys], True)
 
     def close(self) -> None:
         self._store.close()
+
+
+class Offload(Store):
+    """The store in this process with its flash tier: what was put is offloaded in the background; for a read from
+    flash, `flash_ready` waits for that and clears the replicas in memory."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        from mooncake.store import MooncakeDistributedStore
+
+        self._dir = options["directory"]
+        self._store = MooncakeDistributedStore()
+        master, segment = f"{_HOST}:{options['master_port']}", options["segment_bytes"]
+        given = (_HOST, _PEER_TO_PEER, segment, _LOCAL_BUFFER_BYTES, "tcp", "", master, None, True, self._dir)
+        _check(self._store.setup(*given), "setup")
+        self._kept = []
+
+    def flash_store(self, keys: list[bytes], first: int) -> int:
+        return self.store(keys, first)
+
+    def flash_read(self, keys: list[bytes], first: int) -> int:
+        return self.retrieve(keys, first)
+
+    def flash_ready(self, keys: list[bytes]) -> None:
+        names = self.names(keys)
+        deadline_s = time.monotonic() + _OFFLOAD_TIMEOUT_S
+        while not all(
+            any(replica.is_local_disk_replica() for replica in replicas)
+            for replicas in self._store.batch_get_replica_desc(names).values()
+        ):
+            if time.monotonic() > deadline_s:
+                raise TimeoutError("blocks were not offloaded")
+            time.sleep(_OFFLOAD_POLL_S)
+        left = set(names)
+        while left:  # each once its lease has expired
+            left.difference_update(self._store.batch_replica_clear(list(left), self._store.get_hostname()))
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"replicas in memory of {len(left)} blocks were not cleared")
+            time.sleep(_OFFLOAD_POLL_S)
+        for entry in os.scandir(self._dir):  # its files are read through the page cache
+            if entry.is_file():
+                with open(entry.path, "rb") as file:
+                    os.fsync(file.fileno())
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _engine() -> Any:
@@ -157,4 +207,4 @@ class Engine:
 
 
 def Adapter(options: dict[str, Any]) -> Any:
-    return (Engine if options["client"] == "engine" else Store)(options)
+    return {"engine": Engine, "offload": Offload}.get(options["client"], Store)(options)
