@@ -30,6 +30,7 @@ from doca_shims.api import (
 )
 from dpu_app.background_task import BackgroundTask
 from dpu_app.busy_poll import BusyPoll
+from dpu_app.capsule_queue import CapsuleQueue
 from dpu_app.flash_errors import FlashErrorLog
 from dpu_app.peer import Peer
 from dpu_app.regions.context import Posting
@@ -107,6 +108,7 @@ class RegionServer:
         self._peer_by_fd: dict[int, int] = {}
         self._unsettled: set[int] = set()
         """Connections to look at in this turn of the loop: each promises to wake it only once polled empty."""
+        self._capsules = CapsuleQueue()
         self._busy_poll = busy_poll
         self._turns_to_look = 0
         self._look_at_ns = 0
@@ -148,6 +150,9 @@ class RegionServer:
             if not self._unsettled or not self._turns_to_look or now_ns >= self._look_at_ns:
                 self._look(now_ns)
             self._turns_to_look -= 1
+            self._capsules.begin_turn()
+            if self._capsules:
+                self._hear()
             for connection_id in tuple(self._unsettled):
                 self._poll_peer(connection_id, now_ns)
             if now_ns >= engine.next_wakeup_ns():
@@ -162,11 +167,18 @@ class RegionServer:
             if self._drain_waiters or self._channel.wants_write or self._channel_writing:
                 self._serve_channel()
 
+    def _hear(self) -> None:
+        """What earlier turns left."""
+        for connection_id, capsule in self._capsules.next():
+            self._engine.receive(connection_id, capsule)
+            if self._engine.outbox.full:
+                self._capsules.end_turn()
+
     def _look(self, now_ns: int) -> None:
         """At all descriptors; until something comes or is due, where no connection needs to be polled."""
         self._turns_to_look = TURNS_PER_LOOK
         self._look_at_ns = now_ns + LOOK_NS
-        left_ns = 0 if self._unsettled else max(0, self._engine.next_wakeup_ns() - now_ns)
+        left_ns = 0 if self._unsettled or self._capsules else max(0, self._engine.next_wakeup_ns() - now_ns)
         ready = self._epoll.poll(left_ns / NS_PER_S)
         self._times.awake()
         for fd, _ in ready:
@@ -348,8 +360,10 @@ class RegionServer:
                 engine.on_fabric(connection_id, work)
             if capsules:
                 self._busy_poll.served(now_ns)
-                for capsule in capsules:
+                for capsule in self._capsules.take(connection_id, capsules):
                     engine.receive(connection_id, capsule)
+                if engine.outbox.full:
+                    self._capsules.end_turn()
             if work or capsules:
                 self._unsettled.add(connection_id)  # whether there is more, the next turn sees
                 return
@@ -365,6 +379,7 @@ class RegionServer:
         if peer is None:
             return
         self._unsettled.discard(connection_id)
+        self._capsules.drop(connection_id)
         self._epoll.unregister(peer.fileno())
         del self._peer_by_fd[peer.fileno()]
         peer.close()
