@@ -26,9 +26,9 @@ from emulator.compare import REGION_SLOTS, compare
 from emulator.demo import DemoSettings, run_demo
 from emulator.demo_report import DemoReport, RequestOutcome, print_demo
 from emulator.goals import goals_table
-from emulator.peers.cli import bench_peers
 from emulator.latency import LatencySettings, measure_latency
 from emulator.path_profile_cli import bench_profile
+from emulator.peers.cli import bench_peers
 from emulator.pod import Pod
 from emulator.pod_report import pod_report, print_pod
 from emulator.pod_settings import FABRICS, PodSettings, default_run_dir
