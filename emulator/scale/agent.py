@@ -1,8 +1,8 @@
 """One agent of the scale benchmark (`python -m emulator.scale.agent`): a process that runs loads when told to.
 
 Connects to every pod that its plan names, stores a working set of each load on each, and says so in a line on
-standard output; then runs the phase of each line on standard input, and answers with what its calls took. Every
-retrieved byte is compared with what was stored, outside the timed calls. Ends with its input.
+standard output; then makes ready for, and runs, the phase of each line on standard input, and answers with what its
+calls took. Every retrieved byte is compared with what was stored, outside the timed calls. Ends with its input.
 """
 
 from __future__ import annotations
@@ -78,6 +78,20 @@ class LoadRunner:
                 if monotonic() > deadline_s:
                     raise UnavailableError(f"the pod did not take the working set: {dict(self.statuses)}")
                 sleep(_BUSY_PAUSE_S)
+        self.statuses.clear()
+
+    def warm(self) -> None:
+        """Ask for the working set once, so that it is there and staged; what was evicted meanwhile is stored again.
+        Raises UnavailableError."""
+        deadline_s = monotonic() + _PREPARE_TIMEOUT_S
+        spans = self._destination.blocks(np.arange(self.load.batch), self.load.block_bytes)
+        for place in range(len(self._keys)):
+            if place == self._spare:
+                continue
+            while not self._client.retrieve(self._namespace, self._keys[place], spans).all_ok:
+                self._store(place)
+                if monotonic() > deadline_s:
+                    raise UnavailableError(f"the pod does not hold the working set: {dict(self.statuses)}")
         self.statuses.clear()
 
     def call(self) -> tuple[str, float, float, int]:
@@ -247,7 +261,12 @@ def main(name: str, number: int, plan_text: str) -> None:
             _say({"ready": name, "pid": os.getpid()})
             for line in sys.stdin:
                 phase = json.loads(line)
-                _say(run_phase(runners[phase["pod"], phase["load"]], phase["start_ns"], phase["end_ns"]))
+                runner = runners[phase["pod"], phase["load"]]
+                if "start_ns" in phase:
+                    _say(run_phase(runner, phase["start_ns"], phase["end_ns"]))
+                else:
+                    runner.warm()
+                    _say({"warm": name})
     except EntresolError as error:
         click.echo(f"{name}: {error}", err=True)
         raise SystemExit(error.exit_code) from error
