@@ -134,7 +134,8 @@ def verdicts(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             value, cell = min(known, key=lambda pair: pair[0])
             name = f"total throughput with more {axis}, to the best with fewer and as many {other}"
             found.append(_verdict(name, THROUGHPUT_GOAL, value, value >= THROUGHPUT_GOAL, cell))
-    costs = [(value, cell) for cell in cells if (value := cost_grown(cell, cells)) is not None]
+    grown = [(cost_grown(cell, cells), cell) for cell in cells]
+    costs = [(value, cell) for value, cell in grown if value is not None]
     if costs:
         value, cell = max(costs, key=lambda pair: pair[0])
         name = "processor time for a GB with more agents, to the least with fewer"

@@ -124,7 +124,7 @@ class ScaleSettings:
             cold_blocks=128,
             cold_batch_max=8,
             rounds=2,
-            sample_s=0.02,
+            sample_s=0.05,
         )
         load = Load("small", 64 << 10, 8, lookup_batch=32, working_batches=3)
         return cls((1, 2), (1, 2), (load,), rounds=1, phase_s=0.3, neighbours=1, samples=grid)
