@@ -260,6 +260,7 @@ def bench_scale(ctx: click.Context, /, config_path: Path | None, **options: Any)
     scale_cli.run(ctx, settings_from(config_path, of_pod), _ended_by_signals, **options)
 
 
+main.add_command(scale_cli.bench_large)
 main.add_command(scale_cli.cost_model)
 
 
