@@ -7,14 +7,15 @@ STAMP := $(VENV)/.installed
 BENCH_STAMP := $(VENV)/.installed-bench
 
 .DEFAULT_GOAL := help
-.PHONY: help apt apt-bench venv lint type test proto proto-check demo bench bench-scale bench-large clean
+.PHONY: help apt apt-bench venv lint type test proto proto-check demo bench bench-scale bench-large bench-latency clean
 
 help: ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # What a user needs: the distribution and its dependencies, all of them wheels. No compiler is needed; where there is
-# one, a native module is built that opens large regions faster.
-$(RUN_STAMP): pyproject.toml setup.py dpu_app/regions/_table_load.c
+# one, native modules are built that open large regions and serve requests faster.
+NATIVE = $(wildcard */_*.[ch] */*/_*.[ch])
+$(RUN_STAMP): pyproject.toml setup.py $(NATIVE)
 	@$(call HAS_VENV) || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && $(MAKE) apt; } || true
 	@$(call HAS_VENV) || { echo "$(PYTHON) is not Python 3.10 or newer with its venv module. On Debian and Ubuntu, as" \
 		"root: make apt. With another interpreter: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
@@ -53,11 +54,14 @@ demo: $(RUN_STAMP) ## the main job end to end in the emulator; options in DEMO, 
 bench: $(BENCH_STAMP) ## every operation beside the machine's limits, a report in bench-report/; options in BENCH, as BENCH=--quick
 	$(BIN)/entresol-emu bench $(BENCH)
 
-bench-scale: $(RUN_STAMP) ## one to eight workers, one to eight agents, a report in bench-scale-report/; options in SCALE
-	$(BIN)/entresol-emu bench-scale --report bench-scale-report $(SCALE)
+bench-scale: $(RUN_STAMP) ## one to eight workers, one to eight agents, a report in scale-report/; options in SCALE
+	$(BIN)/entresol-emu bench-scale $(SCALE)
 
-bench-large: $(RUN_STAMP) ## a region of 50 million slots, a report in bench-scale-report/; options in LARGE, as LARGE=--quick
-	$(BIN)/entresol-emu bench-large --report bench-scale-report $(LARGE)
+bench-large: $(RUN_STAMP) ## a region of 50 million slots, a report in scale-report/; options in LARGE, as LARGE=--quick
+	$(BIN)/entresol-emu bench-large $(LARGE)
+
+bench-latency: $(BENCH_STAMP) ## latency idle and beside stores, and the workers' pauses; options in BENCH, as BENCH=--quick
+	$(BIN)/entresol-emu bench-latency $(BENCH)
 
 apt-bench: ## install fio from Debian's or Ubuntu's packages (as root), for the disk's limit in make bench
 	apt-get update -qq

@@ -6,12 +6,20 @@ from setuptools import Extension, setup
 FLAGS = ["-O3", "-std=c11", "-Wall", "-Wextra", "-ffp-contract=off"]
 MODULES = {
     "dpu_app.regions._table_load": ["dpu_app/regions/_table_load.c"],
-    "dpu_app.regions._hot_path": [f"dpu_app/regions/{name}.c" for name in ("_hot_path", "_hot_keys", "_hot_frames")],
+    "dpu_app.regions._hot_path": [
+        f"dpu_app/regions/{name}.c" for name in ("_hot_path", "_hot_batch", "_hot_keys", "_hot_frames")
+    ],
     "emulator._shm_channel": ["emulator/_shm_channel.c"],
     "host_agent._batches": ["host_agent/_batches.c"],
 }
 """Module -> sources."""
 
+HEADERS = {"dpu_app.regions._hot_path": ["dpu_app/regions/_hot_path.h"]}
+"""Module -> headers of its own."""
+
 setup(
-    ext_modules=[Extension(name, sources, extra_compile_args=FLAGS, optional=True) for name, sources in MODULES.items()]
+    ext_modules=[
+        Extension(name, sources, depends=HEADERS.get(name, []), extra_compile_args=FLAGS, optional=True)
+        for name, sources in MODULES.items()
+    ]
 )

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from doca_shims import contract_batch, contract_data, contract_misuse, contract_peers
+from doca_shims import contract_batch, contract_data, contract_misuse, contract_peers, contract_polling
 from doca_shims.contract_harness import ContractViolationError, FabricHarness, SkippedError
 
 __all__ = ["CHECKS", "CheckResult", "ContractViolationError", "FabricHarness", "SkippedError", "run_all", "run_check"]
@@ -21,7 +21,7 @@ Check = Callable[[FabricHarness], None]
 
 CHECKS: dict[str, Check] = {
     check.__name__: check
-    for module in (contract_data, contract_batch, contract_misuse, contract_peers)
+    for module in (contract_data, contract_batch, contract_polling, contract_misuse, contract_peers)
     for check in module.CHECKS
 }
 

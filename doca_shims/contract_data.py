@@ -13,7 +13,6 @@ from contextlib import closing
 
 from doca_shims.api import (
     Access,
-    Completion,
     ConnectionState,
     Opcode,
     QueueLimits,
@@ -292,38 +291,6 @@ def poll_is_bounded(harness: FabricHarness) -> None:
         expect(order == list(range(9)), f"order {order}")
 
 
-def looking_without_arming(harness: FabricHarness) -> None:
-    """`poll(arm=False)` finds what a plain poll finds. After it, one empty plain poll makes the descriptor tell again,
-    whatever comes between the two; messages and completions are announced from then on."""
-    with Pair(harness, recvs=16) as pair:
-        a, b = pair.a.connection, pair.b.connection
-        for turn in range(12):
-            a.post_send([pair.a.send(turn, 0, 8)])
-            deadline_s = time.monotonic() + WAIT_S
-            found: list[Completion] = []
-            while not found and turn % 3 != 1:
-                found = b.poll(arm=False)
-                expect(time.monotonic() < deadline_s, "looking without arming does not find a message")
-            if turn % 3 == 2:
-                expect(b.poll(arm=False) == [] and b.poll() == [], "a message came twice")
-                pair.b.connection.post_send([pair.b.send(turn, 0, 8)])
-                expect(wait_readable(b.fileno()) and collect(b, 1), "a completion of its own is not announced")
-                expect([c.opcode for c in collect(a, 2)].count(Opcode.RECV) == 1, "the other way lost a message")
-                a.post_recv([pair.a.recv(0, 0, 64)])
-            else:
-                expect(statuses(collect(a, 1)) == [0], "a message that arrived was not sent")
-            found += collect(b, 1 - len(found))
-            expect([c.opcode for c in found] == [Opcode.RECV], f"found: {found}")
-            expect(b.poll() == [], "a message came twice")
-            expect(not wait_readable(b.fileno(), 0), "readable with nothing to poll")
-            b.post_recv([pair.b.recv(found[0].wr_id, 4096 * found[0].wr_id, 4096)])
-            a.post_send([pair.a.send(turn, 0, 8)])
-            expect(wait_readable(b.fileno()), "armed by an empty poll, and a message is not announced")
-            again = collect(b, 1) + collect(a, 1)
-            b.post_recv([pair.b.recv(again[0].wr_id, 4096 * again[0].wr_id, 4096)])
-            expect(b.poll(arm=False) == [] and b.poll() == [] and a.poll() == [], "completions out of nothing")
-
-
 def memory_comes_and_goes(harness: FabricHarness) -> None:
     """Memory of every page size is allocated, registered, used and freed again and again on one connection, and
     nothing stays mapped."""
@@ -379,7 +346,6 @@ CHECKS: list[Callable[[FabricHarness], None]] = [
     write_before_send,
     local_completions_are_announced,
     poll_is_bounded,
-    looking_without_arming,
     memory_comes_and_goes,
     two_connections_of_one_domain,
 ]

@@ -4,7 +4,8 @@ It is what the checks kill and stop. It prints one JSON line when it is ready, a
 ended; it leaves when its standard input closes. Roles:
 
 - ``target ADDRESS BYTES allocated|given``: listens, registers memory, serves one connection.
-- ``writer ADDRESS REMOTE RKEY BYTES``: connects and WRITEs 0xff over that range, until that fails.
+- ``writer ADDRESS REMOTE RKEY BYTES single|packed``: connects and WRITEs 0xff over that range, by post_send or by
+  post_rdma, until that fails.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from doca_shims.api import (
+    RDMA_REQUEST,
     Access,
     Completion,
     Connection,
@@ -73,7 +75,7 @@ def _target(fabric: Fabric, address: str, length_text: str, kind: str) -> None:
     _await_end(connection)
 
 
-def _writer(fabric: Fabric, address: str, remote_text: str, rkey_text: str, length_text: str) -> None:
+def _writer(fabric: Fabric, address: str, remote_text: str, rkey_text: str, length_text: str, how: str) -> None:
     length = int(length_text)
     pd = fabric.alloc_pd()
     memory = fabric.allocate(length)
@@ -82,16 +84,20 @@ def _writer(fabric: Fabric, address: str, remote_text: str, rkey_text: str, leng
     connection = fabric.connect(address, pd, QueueLimits())
     sge = Sge(memory.address, length, region.lkey)
     write = SendRequest(0, Opcode.RDMA_WRITE, (sge,), int(remote_text), int(rkey_text))
+    packed = RDMA_REQUEST.pack(memory.address, int(remote_text), length, region.lkey, int(rkey_text), 0)
     _say(writing=True, pid=os.getpid())
     failures: list[Completion] = []
     events = select.epoll()
     events.register(connection.fileno(), select.EPOLLIN)
     posted = 0
     while not failures and connection.state == ConnectionState.READY:
-        if posted < 4:
-            with suppress(ShimError):  # it went to ERROR just now
-                connection.post_send([write] * (4 - posted))
-            posted = 4
+        with suppress(ShimError):  # it went to ERROR just now
+            if how == "packed" and posted == 0:
+                posted = 1
+                connection.post_rdma(0, Opcode.RDMA_WRITE, packed * 4)
+            elif how == "single" and posted < 4:
+                new, posted = 4 - posted, 4
+                connection.post_send([write] * new)
         done = connection.poll()
         posted -= len(done)
         failures = [completion for completion in done if completion.status]

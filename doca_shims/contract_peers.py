@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
-from doca_shims.api import ConnectionState, Opcode, QueueLimits, ShimError
+from doca_shims.api import RDMA_REQUEST, ConnectionState, Opcode, QueueLimits, ShimError
 from doca_shims.contract_harness import (
     ALL_ACCESS,
     WAIT_S,
@@ -68,10 +68,11 @@ class _Peer:
                 pipe.close()
 
 
-def _accept_writer(side: Side, harness: FabricHarness, remote: tuple[int, int]) -> _Peer:
+def _accept_writer(side: Side, harness: FabricHarness, remote: tuple[int, int], packed: bool = False) -> _Peer:
     """A peer process that WRITEs without pause to `remote` over `side.connection`."""
+    how = "packed" if packed else "single"
     with closing(side.fabric.listen(harness.new_address())) as listener:
-        writer = _Peer(harness, "writer", listener.address, *remote, _WRITE_BYTES)
+        writer = _Peer(harness, "writer", listener.address, *remote, _WRITE_BYTES, how)
         try:
             side.connection = next_request(listener).accept(side.pd, QueueLimits())
             expect(writer.hear()["writing"], "the writer does not write")
@@ -96,7 +97,7 @@ def _stop_then_close(harness: FabricHarness, given: bool, deregister: bool) -> N
             view = memoryview(buffer) if given else side.memory.view
             address = ctypes.addressof(ctypes.c_char.from_buffer(view))
             region = side.pd.register(address, _WRITE_BYTES, ALL_ACCESS, buffer)
-            writer = _accept_writer(side, harness, (address, region.rkey))
+            writer = _accept_writer(side, harness, (address, region.rkey), attempt % 2 == 0)
             try:
                 _wait_for_bytes(view)
                 writer.stop()
@@ -153,7 +154,7 @@ def running_peer_close(harness: FabricHarness) -> None:
     for attempt in range(_STOPS):
         with closing(harness.open_fabric()) as fabric, closing(Side(fabric, _WRITE_BYTES)) as side:
             require_one_sided(fabric)
-            writer = _accept_writer(side, harness, side.at(0))
+            writer = _accept_writer(side, harness, side.at(0), attempt >= 2)
             try:
                 _wait_for_bytes(side.memory.view)
                 if attempt % 2:
@@ -172,13 +173,13 @@ def running_peer_close(harness: FabricHarness) -> None:
 
 def stopped_writer_spares_others(harness: FabricHarness) -> None:
     """Memory taken back from a stopped peer still takes another peer's WRITEs, to the same buffer, unharmed."""
-    for _ in range(3):
+    for attempt in range(3):
         with Pair(harness, memory_bytes=2 * _WRITE_BYTES) as pair:
             require_one_sided(pair.fabric)
             a, b = pair.a, pair.b
             doomed = Side(pair.fabric)
             region = doomed.pd.register(b.memory.address, _WRITE_BYTES, ALL_ACCESS)
-            writer = _accept_writer(doomed, harness, (region.address, region.rkey))
+            writer = _accept_writer(doomed, harness, (region.address, region.rkey), attempt > 0)
             try:
                 _wait_for_bytes(b.memory.view)
                 writer.stop()
@@ -209,16 +210,21 @@ def _target(harness: FabricHarness, kind: str) -> tuple[_Peer, dict[str, Any]]:
 
 
 def _flood(side: Side, remote: tuple[int, int], opcode: Opcode, limit_s: float) -> None:
-    """Transfer until something fails, which it must within the limit."""
+    """Transfer until something fails, which it must within the limit; by post_send and by post_rdma in turn."""
+    sge = side.sge(0, _WRITE_BYTES)
+    packed = RDMA_REQUEST.pack(sge.address, remote[0], sge.length, sge.lkey, remote[1], 0) * 8
     requests = [side.transfer(i, opcode, (0, _WRITE_BYTES), remote) for i in range(8)]
     deadline_s = time.monotonic() + limit_s
     while side.connection.state == ConnectionState.READY:
         expect(time.monotonic() < deadline_s, f"{opcode.name} to a lost peer has not failed in {limit_s} s")
         try:
             side.connection.post_send(requests)
+            collect(side.connection, len(requests), limit_s)
+            if side.connection.state == ConnectionState.READY:
+                side.connection.post_rdma(0, opcode, packed)
+                collect(side.connection, 1, limit_s)
         except ShimError:
             break
-        collect(side.connection, len(requests), limit_s)
 
 
 def killed_peer(harness: FabricHarness) -> None:

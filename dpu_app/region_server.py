@@ -125,9 +125,13 @@ class RegionServer:
 
     # ---------------------------------------------------------------- loop
 
-    def run(self, restore_order: Callable[[], None] | None = None) -> None:
+    def run(
+        self, restore_order: Callable[[], None] | None = None, ticked: Callable[[int], None] = lambda _: None
+    ) -> None:
         """Until the supervisor says stop or is gone. Afterwards `drained` says whether all is on flash.
-        `restore_order` is done meanwhile, in a thread of its own."""
+        `restore_order` is done meanwhile, in a thread of its own; `ticked` is called after each of the engine's ticks,
+        with the blocks under way."""
+        self._ticked = ticked
         with self._times, BackgroundTask(restore_order) as self._restoring:
             self._epoll.register(self._restoring.fileno(), select.EPOLLIN)
             self._serve()
@@ -146,6 +150,7 @@ class RegionServer:
             if now_ns >= engine.next_wakeup_ns():
                 times.mark(Cause.RECEIVE)
                 engine.tick()
+                self._ticked(engine.blocks_under_way)
                 times.mark(Cause.TICK)
             if not engine.outbox.empty:
                 times.mark(Cause.RECEIVE)
@@ -218,10 +223,10 @@ class RegionServer:
             if outbox.flash:
                 flash, outbox.flash = outbox.flash, []
                 self._submit(flash)
-            completing: dict[int, None] = {}
+            completing: set[int] | None = None
             if outbox.fabric:
                 fabric, outbox.fabric = outbox.fabric, []
-                self._post(fabric, completing)
+                completing = self._post(fabric)
             if outbox.responses:
                 responses, outbox.responses = outbox.responses, []
                 self._send(responses)
@@ -229,13 +234,14 @@ class RegionServer:
                 broken, outbox.broken = outbox.broken, []
                 for connection_id in broken:
                     self._drop(connection_id, "a transfer failed")
-            if first:
-                for connection_id in completing:  # a transfer may be through already
+            if first and completing:
+                for connection_id in sorted(completing):  # a transfer may be through already
                     self._poll_peer(connection_id, now_ns)
             first = False
 
-    def _post(self, fabric: list[Posting], completing: dict[int, None]) -> None:
-        """READs and WRITEs; notes the connections where some of them will complete."""
+    def _post(self, fabric: list[Posting]) -> set[int] | None:
+        """READs and WRITEs; the connections where some of them will complete."""
+        completing: set[int] | None = None
         for connection_id, wr_id, opcode, requests, flags in fabric:
             peer = self._peers.get(connection_id)
             if peer is None:
@@ -247,12 +253,19 @@ class RegionServer:
                 continue
             self._unsettled.add(connection_id)
             if flags:
-                completing[connection_id] = None
+                completing = completing or set()
+                completing.add(connection_id)
+        return completing
 
     def _send(self, responses: list[tuple[int, bytes]]) -> None:
-        answers: dict[int, list[bytes]] = {}
-        for connection_id, response in responses:
-            answers.setdefault(connection_id, []).append(response)
+        answers: dict[int, list[bytes]]
+        if len(responses) == 1:
+            ((connection_id, response),) = responses
+            answers = {connection_id: [response]}
+        else:
+            answers = {}
+            for connection_id, response in responses:
+                answers.setdefault(connection_id, []).append(response)
         for connection_id, capsules in answers.items():
             peer = self._peers.get(connection_id)
             if peer is None:
@@ -314,31 +327,34 @@ class RegionServer:
         peer = self._peers.get(connection_id)
         if peer is None:
             return
-        looking = self._busy_poll.goes_on(now_ns)
-        try:
-            polled = peer.poll(arm=not looking)
-        except ShimError as error:
-            self._drop(connection_id, str(error))
-            return
-        if polled is None:
-            if peer.lost:
-                self._drop(connection_id, "the agent is gone")
-            elif looking:
-                os.sched_yield()
-            else:
-                self._unsettled.discard(connection_id)
-            return
         engine = self._engine
-        self._unsettled.add(connection_id)
-        capsules, work, sent = polled
-        if sent:
-            engine.on_sent(connection_id, sent)
-        if work:
-            engine.on_fabric(connection_id, work)
-        if capsules:
-            self._busy_poll.served(now_ns)
-            for capsule in capsules:
-                engine.receive(connection_id, capsule)
+        looking = self._busy_poll.goes_on(now_ns)
+        while True:
+            try:
+                polled = peer.poll(arm=not looking)
+            except ShimError as error:
+                self._drop(connection_id, str(error))
+                return
+            if polled is None:
+                break
+            capsules, work, sent = polled
+            if sent:
+                engine.on_sent(connection_id, sent)
+            if work:
+                engine.on_fabric(connection_id, work)
+            if capsules:
+                self._busy_poll.served(now_ns)
+                for capsule in capsules:
+                    engine.receive(connection_id, capsule)
+            if work or capsules:
+                self._unsettled.add(connection_id)  # whether there is more, the next turn sees
+                return
+        if peer.lost:
+            self._drop(connection_id, "the agent is gone")
+        elif looking:
+            os.sched_yield()
+        else:
+            self._unsettled.discard(connection_id)
 
     def _drop(self, connection_id: int, reason: str = "") -> None:
         peer = self._peers.get(connection_id)

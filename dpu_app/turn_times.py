@@ -1,8 +1,8 @@
 """How long a region worker's loop was away from its sockets, turn by turn, and what kept it there.
 
 In one turn the loop looks at its sockets once and handles what it found: for so long nobody else is served. Always on:
-a turn costs a clock reading for each part of it and one counter. A turn of a millisecond or more is looked at closely: how much of it
-the process waited for a processor, which no change of this program would mend. Made by `dpu_app.worker`, told by the
+a turn costs a clock reading for each part of it and one counter. A turn of a millisecond or more is looked at closely:
+how much of it the process waited for a processor, which no change of this program would mend. Made and told by the
 region server's loop; `entresol-dpu pauses` shows it.
 """
 

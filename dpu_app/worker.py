@@ -7,7 +7,6 @@ to serve. Exit codes: 0 stopped as told, 4 a lower layer failed, 2 a setting is 
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import select
 import signal
@@ -24,6 +23,7 @@ from doca_shims.registry import create_fabric
 from dpu_app.busy_poll import BusyPoll, limit_of
 from dpu_app.config import RegionSettings, WorkerConfig
 from dpu_app.flash.open import create_flash_file, open_flash
+from dpu_app.garbage import GarbageCollection
 from dpu_app.peer import Peer
 from dpu_app.region_server import NS_PER_S, PeerLeases, RegionFacts, RegionServer
 from dpu_app.regions import admission
@@ -103,6 +103,8 @@ def serve(config: WorkerConfig, channel: WorkerEnd) -> None:
             BusyPoll(limit_of(int(settings.busy_poll_s * NS_PER_S))),
         )
         stack.callback(server.close)
+        garbage = GarbageCollection()  # before anybody is served: it takes a while
+        stack.callback(garbage.close)
         channel.event(
             "ready",
             address=listener.address,
@@ -114,9 +116,7 @@ def serve(config: WorkerConfig, channel: WorkerEnd) -> None:
             recovered=region.recovered,
             recovery_s=region.duration_s,
         )
-        gc.collect()
-        gc.freeze()  # what is here now lives as long as the worker: no collection need look at it again
-        server.run(region.restore_order)
+        server.run(region.restore_order, garbage.tick)
         if server.drained:
             close_region(flash, window_memory, region)
         else:

@@ -22,10 +22,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from common import config, units
 from common.errors import EntresolError, UserError
+from emulator import latency_report
 from emulator.compare import REGION_SLOTS, compare
 from emulator.demo import DemoSettings, run_demo
 from emulator.demo_report import DemoReport, RequestOutcome, print_demo
 from emulator.goals import goals_table
+from emulator.latency import LatencySettings, measure_latency
 from emulator.pod import Pod
 from emulator.pod_report import pod_report, print_pod
 from emulator.pod_settings import FABRICS, PodSettings, default_run_dir
@@ -262,6 +264,49 @@ def bench_scale(ctx: click.Context, /, config_path: Path | None, **options: Any)
 
 main.add_command(scale_cli.bench_large)
 main.add_command(scale_cli.cost_model)
+
+
+@main.command("bench-latency")
+@pod_options
+@click.option("--quick", is_flag=True, help="A few hundred requests: to see that it works, not for figures.")
+@click.option("--rounds", type=click.IntRange(1), help="Of idle and load each.")
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("latency-report"),
+    show_default=True,
+    help="Directory for the report: JSON, Markdown, pictures.",
+)
+@click.option("--json", "as_json", is_flag=True, help="For scripts.")
+@click.pass_context
+def bench_latency(
+    ctx: click.Context,
+    /,
+    config_path: Path | None,
+    quick: bool,
+    rounds: int | None,
+    out: Path,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Latency of one-block RETRIEVEs and LOOKUPs, idle and beside stores that evict and flush without end, and for how
+    long the region worker was busy at a time, by cause."""
+    settings = settings_from(config_path, options)
+    latency = LatencySettings.quick() if quick else LatencySettings()
+    if rounds:
+        latency = dataclasses.replace(latency, rounds=rounds)
+    notes = Console(stderr=True)
+    with _ended_by_signals(), notes.status("starting") as line:
+        report = measure_latency(settings, latency, line.update)
+    files = latency_report.write(report, out)
+    if as_json:
+        _print_json(report)
+    else:
+        latency_report.print_latency(report, Console())
+    notes.print(f"written: {', '.join(map(str, files))}", highlight=False, soft_wrap=True)
+    if any(phase["wrong"] for phase in report["phases"].values()):
+        click.echo("entresol-emu: blocks came back with wrong bytes", err=True)
+        ctx.exit(1)
 
 
 @main.command("version")

@@ -8,18 +8,14 @@ polled. How bytes move is the business of `fabric_shm` and `fabric_tcp`, which d
 from __future__ import annotations
 
 import errno
-import os
 import secrets
-import socket
 import threading
-import weakref
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from doca_shims.api import (
-    RDMA_REQUEST,
     Access,
     Completion,
     ConnectionState,
@@ -33,6 +29,8 @@ from doca_shims.api import (
     ShimError,
     WcStatus,
 )
+from emulator.fabric_batch import BATCH, BATCH_END, SIGNALED, SIGNALED_END, unpack_rdma
+from emulator.fabric_endpoint import Endpoint as Endpoint
 from emulator.fabric_memory import MemfdMemory, check_mapped, page_sizes_bytes
 
 MAX_REGIONS = 4096
@@ -52,11 +50,7 @@ _SUCCESS = WcStatus.SUCCESS
 _RECV = Opcode.RECV
 _new = tuple.__new__
 """Builds a named tuple in half the time that calling its class takes."""
-_OPCODES = (Opcode.RDMA_WRITE, Opcode.SEND, Opcode.RDMA_READ)
-_SIGNALED = int(SendFlags.SIGNALED)
-_BATCH = 1 << 8
-_BATCH_END = 1 << 9
-"""Flags of a request that is one of a `post_rdma`, and of its last one: together they fail by one completion."""
+_OPCODES = (Opcode.SEND, Opcode.RDMA_WRITE, Opcode.RDMA_READ)
 
 
 @dataclass(frozen=True)
@@ -273,32 +267,6 @@ class DeviceMemory(MemfdMemory):
         self._device.forget(self)
 
 
-class Endpoint:
-    """Something with a socket of its own. A forked child lets go of it: otherwise the peer of a dead process would
-    see a living connection, and a dead listener's address would stay in use, for as long as the child lives."""
-
-    _socket: socket.socket | None = None
-
-    def __init__(self) -> None:
-        _endpoints.add(self)
-
-    def abandon(self) -> None:
-        """Called in a forked child only. Nothing but the descriptor is touched."""
-        if self._socket is not None:
-            self._socket.close()
-
-
-_endpoints: weakref.WeakSet[Endpoint] = weakref.WeakSet()
-
-
-def _abandon_all() -> None:
-    for endpoint in list(_endpoints):
-        endpoint.abandon()
-
-
-os.register_at_fork(after_in_child=_abandon_all)
-
-
 class QueuePair(Endpoint):
     """State, slots and the completion queue of one connection. Not locked: a backend with threads does that."""
 
@@ -345,16 +313,16 @@ class QueuePair(Endpoint):
         """Check a batch and take its slots; raises with nothing posted."""
         if self.state is not _READY:
             raise self._not_ready("ibv_post_send")
+        used = self._send_used + len(requests)
+        if used > self.limits.max_send_wr:
+            raise self._full()
         most = self.limits.max_sge
-        used = self._send_used
-        self._take_send_slots(len(requests))
-        self._send_used = used
         for _, opcode, sges, _, _, _ in requests:
             if len(sges) > most:
                 raise ShimError(errno.EINVAL, "ibv_post_send", f"{len(sges)} elements; the queue takes {most}")
             if opcode not in _OPCODES:
                 raise ShimError(errno.EINVAL, "ibv_post_send", f"opcode {opcode} cannot be sent")
-        self._send_used += len(requests)
+        self._send_used = used
 
     def post_send(self, requests: Sequence[SendRequest]) -> None:
         """`doca_shims.api.Connection.post_send`."""
@@ -368,34 +336,16 @@ class QueuePair(Endpoint):
         flags: SendFlags = SendFlags.SIGNALED,
     ) -> None:
         """`doca_shims.api.Connection.post_rdma`, by `post_send`."""
-        self.post_send(self._unpack_rdma(wr_id, opcode, requests, flags))
-
-    def _unpack_rdma(
-        self, wr_id: int, opcode: Opcode, requests: bytes | bytearray | memoryview, flags: int
-    ) -> list[SendRequest]:
-        """What `post_rdma` was given, one by one, marked so that a failure of any completes once.
-
-        Raises ShimError EINVAL for what is no batch of READs or WRITEs."""
-        length_bytes = memoryview(requests).nbytes
-        if opcode not in (Opcode.RDMA_WRITE, Opcode.RDMA_READ):
-            raise ShimError(errno.EINVAL, "ibv_post_send", f"opcode {opcode} is not READ or WRITE")
-        if not length_bytes or length_bytes % RDMA_REQUEST.size:
-            raise ShimError(errno.EINVAL, "ibv_post_send", f"{length_bytes} bytes are no whole number of requests")
-        part = SendFlags(_BATCH)
-        batch = []
-        for local, remote, length, lkey, rkey, reserved in RDMA_REQUEST.iter_unpack(requests):
-            if reserved:
-                raise ShimError(errno.EINVAL, "ibv_post_send", f"the reserved field is {reserved}")
-            sge = _new(Sge, (local, length, lkey))
-            batch.append(_new(SendRequest, (wr_id, opcode, (sge,), remote, rkey, part)))
-        batch[-1] = batch[-1]._replace(flags=SendFlags(flags & _SIGNALED | _BATCH | _BATCH_END))
-        return batch
+        self.post_send(unpack_rdma(wr_id, opcode, requests, flags))
 
     def _take_send_slots(self, count: int) -> None:
         """Raises ShimError ENOMEM where there are not as many."""
         if self._send_used + count > self.limits.max_send_wr:
-            raise ShimError(errno.ENOMEM, "ibv_post_send", f"the queue has {self.limits.max_send_wr} slots")
+            raise self._full()
         self._send_used += count
+
+    def _full(self) -> ShimError:
+        return ShimError(errno.ENOMEM, "ibv_post_send", f"the queue has {self.limits.max_send_wr} slots")
 
     def _not_ready(self, operation: str) -> ShimError:
         return ShimError(errno.ENOTCONN, operation, f"the connection to {self.peer} is {self.state.name}")
@@ -403,12 +353,12 @@ class QueuePair(Endpoint):
     def _complete_send(self, wr_id: int, opcode: Opcode, flags: int, status: WcStatus, byte_count: int = 0) -> None:
         """Retire the oldest posted send."""
         if status is _SUCCESS:
-            if not flags & _SIGNALED:
+            if flags != SIGNALED and flags != SIGNALED_END:  # an IntFlag compares fast and masks slowly
                 self._silent += 1
                 return
-        elif flags & _BATCH:
+        elif flags & BATCH:
             told = self._batch_failed
-            self._batch_failed = not flags & _BATCH_END
+            self._batch_failed = not flags & BATCH_END
             if told:
                 self._silent += 1
                 return
@@ -429,8 +379,14 @@ class QueuePair(Endpoint):
     def _reap(self, max_completions: int) -> list[Completion]:
         """Take completions off the queue and free their slots."""
         queue = self._cq
+        count = min(len(queue), max_completions)
+        if count == 1:
+            completion, sends, recvs = queue.popleft()
+            self._send_used -= sends
+            self._recv_used -= recvs
+            return [completion]
         reaped: list[Completion] = []
-        for _ in range(min(len(queue), max_completions)):
+        for _ in range(count):
             completion, sends, recvs = queue.popleft()
             self._send_used -= sends
             self._recv_used -= recvs

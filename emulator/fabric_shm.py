@@ -20,7 +20,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from doca_shims.api import Fabric, ProtectionDomain, QueueLimits, RecvRequest, ShimError
-from emulator.fabric_core import MAX_PRIVATE_DATA_BYTES, Device, Endpoint, Timeouts
+from emulator.fabric_core import MAX_PRIVATE_DATA_BYTES, Device, Timeouts
+from emulator.fabric_endpoint import Endpoint
 from emulator.fabric_options import read_seconds
 from emulator.fabric_shm_connection import ShmConnection
 from emulator.fabric_shm_domain import ShmDomain

@@ -8,13 +8,12 @@ makes a system call for a message to an owner that polls.
 
 from __future__ import annotations
 
-import errno
 import os
 import select
 import socket
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from doca_shims.api import (
     Completion,
@@ -24,13 +23,11 @@ from doca_shims.api import (
     RecvRequest,
     SendFlags,
     SendRequest,
-    ShimError,
     WcStatus,
 )
-from emulator import fabric_shm_pages
-from emulator.fabric_core import QueuePair, Timeouts
-from emulator.fabric_shm_initiator import Initiator
-from emulator.fabric_shm_messages import ENDED, NO_MEMORY, NOT_YET, TOO_LONG, Messages
+from emulator.fabric_core import Timeouts
+from emulator.fabric_shm_attachment import Attachment
+from emulator.fabric_shm_messages import ENDED, NO_MEMORY, NOT_YET, TOO_LONG
 from emulator.fabric_shm_pages import (
     ARMED,
     CLOSED,
@@ -39,11 +36,8 @@ from emulator.fabric_shm_pages import (
     RING_SLOTS,
     SENT,
     WAITING,
-    ControlPage,
-    RegionTable,
     fence,
 )
-from emulator.fabric_shm_peer import Peer
 from emulator.fabric_timer import Timer
 
 if TYPE_CHECKING:
@@ -63,86 +57,22 @@ _READY = ConnectionState.READY
 _CLOSED_STATE = ConnectionState.CLOSED
 
 
-class ShmConnection(QueuePair):
-    """`doca_shims.api.Connection`. Made in two steps: this side's half first, so that receives can be posted
-    before the peer hears of it; then `attach`."""
+class ShmConnection(Attachment):
+    """`doca_shims.api.Connection`."""
 
     def __init__(self, pd: ShmDomain, limits: QueueLimits, sock: socket.socket, timeouts: Timeouts) -> None:
-        super().__init__(pd, limits, "")
-        self._domain = pd
-        self._socket: socket.socket = sock
+        super().__init__(pd, limits, sock)
         self._timeouts = timeouts
-        self._page_fd = ControlPage.create()
-        self._page = ControlPage(self._page_fd)
-        self._own = self._page.words
-        self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._epoll = select.epoll()
-        self._epoll.register(self._event, select.EPOLLIN)
         self._timer: Timer | None = None
         self._armed = True  # the descriptor tells of everything
         self._own[ARMED] = 1
         self._told = False  # the event is set, for completions of our own
         self._watched = False  # the event may be set, for receives of the peer
         self._glances = 0
-        self._attached = False
-        self._channel: Any = None
-        self._messages: Messages
         self._sends: list[SendRequest] = []  # waiting for a receive of the peer, or for room in the socket
         self._deadline_s = 0.0
         self._look_due_s = 0.0
         self._was_empty = False
-        pd.connections.add(self)
-
-    # ---------------------------------------------------------------------------------------- setting up
-
-    def half(self) -> list[int]:
-        """Descriptors that the peer needs: control page, region table, event. Still owned here."""
-        return [self._page_fd, self._domain.table_fd, self._event]
-
-    def attach(self, descriptors: Sequence[int], pid: int, private_data: bytes) -> None:
-        """Take the peer's half, whose descriptors become this connection's. Raises ShimError where they are not
-        what they should be; `close` then releases them."""
-        page_fd, table_fd, self._peer_event = descriptors
-        self._attached = True
-        self._peer_page: ControlPage | None = None
-        self._table: RegionTable | None = None
-        self._process: Peer | None = None
-        try:
-            self._process = Peer(pid)
-            self._peer_page = ControlPage(page_fd)
-            self._table = RegionTable(table_fd)
-        except OSError as error:
-            raise ShimError(error.errno or errno.EPROTO, "rdma_connect", f"peer {pid}: {error}") from error
-        finally:
-            os.close(page_fd)
-            os.close(table_fd)
-        os.close(self._page_fd)
-        self._page_fd = -1
-        self._theirs = self._peer_page.words
-        self._live = self._process
-        if self._domain.native_regions is not None:
-            pages = (self._page.address, self._peer_page.address, self._table.address)
-            self._channel = fabric_shm_pages.NATIVE.Channel(self._domain.native_regions, *pages, self._peer_event)
-        self._initiator = Initiator(self._domain, self._peer_page, self._table, self._process, self._channel)
-        self._messages = Messages(
-            self._domain, (self._page, self._peer_page), self._socket, self._peer_event, self._channel
-        )
-        self.private_data = private_data
-        self.peer = f"process {pid}"
-        self._socket.setblocking(False)
-        self._epoll.register(self._socket, select.EPOLLIN | select.EPOLLRDHUP)
-
-    def fileno(self) -> int:
-        return self._epoll.fileno()
-
-    @property
-    def page(self) -> ControlPage:
-        """This side's control page, for the domain that revokes regions."""
-        return self._page
-
-    @property
-    def process(self) -> Peer | None:
-        return self._live if self._attached and self.state != ConnectionState.CLOSED else None
 
     # ------------------------------------------------------------------------------------------- posting
 
@@ -179,7 +109,7 @@ class ShmConnection(QueuePair):
             return
         self._take_send_slots(count)
         self._silent += count - 1
-        status = self._initiator.run(requests, count, opcode is _RDMA_READ)
+        status = self._initiator.run(requests, count, opcode == _RDMA_READ)
         self._complete_send(wr_id, opcode, flags, status)
         if status is not _SUCCESS:
             self._fail()
@@ -391,28 +321,9 @@ class ShmConnection(QueuePair):
         finally:
             self.state = ConnectionState.CLOSED
             self._domain.connections.discard(self)
+            self._recvs.clear()
+            self._cq.clear()
+            self._sends = []
+            if self._timer is not None:
+                self._timer.close()
             self._release()
-
-    def _release(self) -> None:
-        self._recvs.clear()
-        self._cq.clear()
-        self._sends = []
-        if self._channel is not None:
-            self._channel.detach()
-        self._epoll.close()
-        self._socket.close()
-        if self._timer is not None:
-            self._timer.close()
-        os.close(self._event)
-        if self._page_fd >= 0:
-            os.close(self._page_fd)
-        self._page.unmap()
-        if not self._attached:
-            return
-        os.close(self._peer_event)
-        if self._peer_page is not None:
-            self._peer_page.unmap()
-        if self._table is not None:
-            self._table.unmap()
-        if self._process is not None:
-            self._process.close()

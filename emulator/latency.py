@@ -16,20 +16,25 @@ import secrets
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+
 from common.errors import InternalError
 from common.wire import StatId
 from dpu_app.control_client import ControlClient
 from dpu_app.pause_report import pause_values
+from dpu_app.turn_times import BOUNDS_NS
 from emulator.pod import Pod
 from emulator.pod_settings import PodSettings
 from emulator.processes import MARK_VARIABLE
 from host_agent.bench.environment import read_environment
 
+QUANTILES: Final = (50, 90, 99, 99.9, 99.99)
 PHASES: Final = ("idle", "load")
 _CALL_TIMEOUT_S: Final = 10.0
 _END_TIMEOUT_S: Final = 20.0
@@ -42,11 +47,12 @@ class LatencySettings:
 
     rounds: int = 2
     """Of idle and load each."""
-    idle_requests: int = 10_000
+    idle_requests: int = 8_000
     """Of one phase, RETRIEVEs and LOOKUPs together."""
-    load_requests: int = 20_000
-    rate_per_s: float = 400.0
+    load_requests: int = 6_000
+    idle_rate_per_s: float = 400.0
     """Of the probe: low enough that one request seldom waits for the one before."""
+    load_rate_per_s: float = 100.0
     block_bytes: int = 64 << 10
     """Of the blocks that are stored beside it; the probe's are 4 KiB."""
     batch: int = 64
@@ -57,7 +63,13 @@ class LatencySettings:
     @classmethod
     def quick(cls) -> LatencySettings:
         """In seconds, for tests and to see that it works; too little for figures."""
-        return cls(rounds=1, idle_requests=200, load_requests=400, batch=16, slots=512, frames=128)
+        return cls(rounds=1, idle_requests=400, load_requests=200, batch=16, slots=512, frames=128)
+
+    def of_phase(self, phase: str) -> tuple[int, float]:
+        """Requests, and their rate."""
+        if phase == "load":
+            return self.load_requests, self.load_rate_per_s
+        return self.idle_requests, self.idle_rate_per_s
 
 
 def latency_pod(settings: PodSettings, latency: LatencySettings) -> PodSettings:
@@ -93,8 +105,66 @@ def measure_latency(settings: PodSettings, latency: LatencySettings, told: Calla
         "report": "latency",
         "environment": environment.as_dict(),
         "settings": {**dataclasses.asdict(latency), "fabric": settings.fabric, "eviction": settings.eviction},
-        "phases": rounds,
+        "phases": {phase: combined(measured) for phase, measured in rounds.items()},
     }
+
+
+def digest(values_ns: Sequence[int]) -> dict[str, Any]:
+    """Quantiles and counts by the buckets of the workers' pauses, of some times in ns."""
+    if not values_ns:
+        return {"count": 0}
+    values = np.asarray(values_ns, np.int64)
+    quantiles = np.percentile(values, QUANTILES).tolist()
+    counts = np.bincount(np.searchsorted(BOUNDS_NS, values), minlength=len(BOUNDS_NS) + 1).tolist()
+    return {
+        "count": len(values),
+        **{f"p{quantile:g}_ns": ns for quantile, ns in zip(QUANTILES, quantiles)},
+        "max_ns": int(values.max()),
+        "counts": counts,
+    }
+
+
+def combined(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of the rounds of one phase: quantiles over all their requests, sums of all counts, the longest pauses of all;
+    and how the rounds differed."""
+    requests = [measured["requests"] for measured in rounds]
+    latencies = {
+        name: [ns for answers in requests for ns in answers["latencies_ns"][name]]
+        for name in requests[0]["latencies_ns"]
+    }
+    pauses = [measured["pauses"] for measured in rounds]
+    return {
+        "latencies": {name: digest(values) for name, values in latencies.items()},
+        "by_round": [{name: _middle(values) for name, values in each["latencies_ns"].items()} for each in requests],
+        "late": digest([ns for answers in requests for ns in answers["late_ns"]]),
+        "others": dict(sum((Counter(answers["others"]) for answers in requests), Counter())),
+        "wrong": sum(answers["wrong"] for answers in requests),
+        "stores": [measured["stores"] for measured in rounds if measured["stores"] is not None],
+        "watch": digest([ns for measured in rounds for ns in measured["machine"].pop("over_ns")]),
+        "machine": [measured["machine"] for measured in rounds],
+        "counters": dict(sum((Counter(measured["counters"]) for measured in rounds), Counter())),
+        "pauses": {
+            "bounds_ns": pauses[0]["bounds_ns"],
+            "turns": _sums([each["turns"] for each in pauses]),
+            "own": _sums([each["own"] for each in pauses]),
+            "parts": {cause: _sums([each["parts"][cause] for each in pauses]) for cause in pauses[0]["parts"]},
+            "total_ns": {cause: sum(each["total_ns"][cause] for each in pauses) for cause in pauses[0]["total_ns"]},
+            "longest": sorted((pause for each in pauses for pause in each["longest"]), key=_length, reverse=True),
+        },
+    }
+
+
+def _middle(values_ns: Sequence[int]) -> dict[str, float]:
+    p50, p99 = np.percentile(values_ns, [50, 99]).tolist() if values_ns else (0.0, 0.0)
+    return {"p50_ns": p50, "p99_ns": p99}
+
+
+def _sums(rows: Sequence[Sequence[int]]) -> list[int]:
+    return [sum(column) for column in zip(*rows)]
+
+
+def _length(pause: dict[str, Any]) -> int:
+    return int(pause["duration_ns"])
 
 
 class _Child:
@@ -145,13 +215,13 @@ class _Run:
     def __init__(self, pod: Pod, latency: LatencySettings, stack: contextlib.ExitStack) -> None:
         self._latency = latency
         self._control = stack.enter_context(ControlClient(pod.state.dpus[0].control, _CALL_TIMEOUT_S))
-        agent = ("--config", str(pod.state.agent_config), "--salt", secrets.token_hex(8))
-        agent += ("--block-bytes", str(latency.block_bytes))
+        agent = ["--config", str(pod.state.agent_config), "--salt", secrets.token_hex(8)]
+        agent += ["--block-bytes", str(latency.block_bytes)]
         self._children: dict[str, _Child] = {}
         for role, options in (
             ("probe", agent),
-            ("store", (*agent, "--batch", str(latency.batch))),
-            ("watch", ()),
+            ("store", [*agent, "--batch", str(latency.batch)]),
+            ("watch", []),
         ):
             child = self._children[role] = _Child(pod, role, *options)
             stack.callback(child.close)
@@ -163,14 +233,13 @@ class _Run:
                 pass
 
     def phase(self, phase: str) -> dict[str, Any]:
-        latency = self._latency
-        requests = latency.load_requests if phase == "load" else latency.idle_requests
+        requests, rate_per_s = self._latency.of_phase(phase)
         with contextlib.ExitStack() as stack:
             stored = stack.enter_context(self._running("store")) if phase == "load" else None
             watched = stack.enter_context(self._running("watch"))
             before = self._snapshot()
             probe = self._children["probe"]
-            probe.order(requests=requests, rate_per_s=latency.rate_per_s)
+            probe.order(requests=requests, rate_per_s=rate_per_s)
             answers = probe.answer()
             after = self._snapshot()
         return {
@@ -207,8 +276,6 @@ class _Run:
             "steal_ticks": _steal_ticks(),
             "at_ns": time.monotonic_ns(),
         }
-
-
 
 
 def pause_difference(before: dict[str, Any], after: dict[str, Any], elapsed_ns: int) -> dict[str, Any]:

@@ -147,7 +147,8 @@ class Probe:
 
 
 class Storer:
-    """Stores fresh blocks as fast as they are taken: evictions and flushes without end; some with a TTL, some deleted."""
+    """Stores fresh blocks as fast as they are taken, so that the region evicts and flushes without end; gives some a
+    TTL, and deletes some."""
 
     def __init__(self, client: Client, tenant: str, salt: str, block_bytes: int, batch: int) -> None:
         self._client = client

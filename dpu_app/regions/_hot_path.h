@@ -66,4 +66,38 @@ void frames_touch(Frames *frames, uint32_t frame);
 
 extern PyType_Spec frames_spec;
 
+/* ---- requests ---- */
+
+#define KEY_ENTRY_BYTES 24 /* common/wire.py */
+
+enum { /* common/wire.py StatId */
+    STAT_RETRIEVES = 24,
+    STAT_RETRIEVE_BYTES = 25,
+    STAT_RETRIEVE_STAGED = 26,
+    STAT_RETRIEVE_MISSES = 28,
+    STAT_LOOKUPS = 29,
+    STAT_LOOKUP_HITS = 30,
+    STATS = 31,
+};
+
+typedef struct {
+    PyObject_HEAD
+    KeyTable *keys;
+    Frames *frames;
+    PyObject *homeless; /* dict: keys that the table could not place */
+    PyObject *on_hit;   /* called with each slot used, where the policy has no counters */
+    PyObject *wall_ns;
+    struct column length, checksum, expires_s, stats, hits, after_hit;
+    uint64_t window_address, frame_bytes;
+} HotPath;
+
+/* Key and namespace of each entry (BLOCK_ENTRY and KEY_ENTRY begin alike). The number of entries whose handle the
+ * session has not opened; they are listed in `denied`, and their keys mean nothing. */
+uint32_t read_keys(const uint8_t *entries, Py_ssize_t entry_bytes, uint32_t count, const Py_buffer *handles,
+                   struct keys *keys, uint32_t *denied);
+/* The table of handles, an array of int64. -1: an error. */
+int handles_open(PyObject *source, Py_buffer *handles);
+/* `arguments` are those of HotPath.serve, whose first is the capsule. */
+PyObject *batch_serve(HotPath *self, const Py_buffer *capsule, PyObject *const *arguments);
+
 #endif

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from dpu_app.regions.sessions import Connection
 
 OPEN = 255
+EXPIRED_MAX = 16
+"""Batches that end at their deadline in one turn: agents whose flash has failed may wait with hundreds of them."""
 _KEPT_MIN = 256
 """So few batches, closed or not, are not worth looking through."""
 _UNTIL_FLASH = int(Flags.UNTIL_FLASH)
@@ -142,7 +144,8 @@ class Deadlines:
         return heap[0][0] if heap else None
 
     def expired(self, now_ns: int) -> list[Batch]:
-        out = []
-        while (deadline := self.next_ns()) is not None and deadline <= now_ns:
+        """At most EXPIRED_MAX of them; the rest is due still."""
+        out: list[Batch] = []
+        while len(out) < EXPIRED_MAX and (deadline := self.next_ns()) is not None and deadline <= now_ns:
             out.append(heapq.heappop(self._heap)[2])
         return out

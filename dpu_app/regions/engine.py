@@ -8,6 +8,7 @@ once, at the latest at its deadline. One owner, one thread.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 
@@ -35,6 +36,7 @@ from dpu_app.regions.flash_queue import FlashQueue
 from dpu_app.regions.key_operations import KeyOperations
 from dpu_app.regions.leases import Leases
 from dpu_app.regions.load_path import LoadPath
+from dpu_app.regions.namespace_use import NamespaceUse
 from dpu_app.regions.quota import QuotaPolicy
 from dpu_app.regions.recovery import OpenRegion
 from dpu_app.regions.sessions import Connection, Session
@@ -45,8 +47,9 @@ from dpu_app.regions.window import Window
 NS_PER_MS = 1_000_000
 TICK_NS = 100 * NS_PER_MS
 _WRITE = Opcode.RDMA_WRITE
-_SIGNALED = SendFlags.SIGNALED
-_UNSIGNALLED = SendFlags.NONE
+# Plain numbers, since `IntFlag` arithmetic costs a microsecond, and backends do some.
+_SIGNALED = cast(SendFlags, int(SendFlags.SIGNALED))
+_UNSIGNALLED = cast(SendFlags, int(SendFlags.NONE))
 
 
 class RegionEngine:
@@ -67,8 +70,9 @@ class RegionEngine:
         queue = FlashQueue(caps)
         pins_max = int(settings.pins_fraction * region.superblock.geometry.slots)
         catalogue = Catalogue(region, window, queue, caps, stats, clock, pins_max)
+        self._namespaces = NamespaceUse(catalogue.index)
         self._context = Context(
-            settings, clock, stats, window, queue, catalogue, admission, quota, tenant_bytes=self._tenant_bytes
+            settings, clock, stats, window, queue, catalogue, admission, quota, tenant_bytes=self._namespaces.bytes_of
         )
         self._hot_path = self._context.hot_path = hot_path.create(catalogue, window, stats, clock)
         self._load_path = LoadPath(self._context)
@@ -76,7 +80,6 @@ class RegionEngine:
         self._leases = Leases(self._context, self._load_path, lease_port)
         self._keys = KeyOperations(self._context)
         self._sessions: dict[int, Session] = {}
-        self._tenants: dict[str, set[int]] = {}
         self._deadlines = Deadlines()
         self._next_tick_ns = clock.monotonic_ns() + TICK_NS
         self.outbox = Outbox()
@@ -100,29 +103,26 @@ class RegionEngine:
 
     def open_session(self, session_id: int, tenant: str, namespaces: dict[int, bytes]) -> None:
         """`namespaces` maps the session's handles (>= 1) to 16-byte digests."""
+        before = self._sessions.get(session_id)
         self._sessions[session_id] = Session(session_id, tenant)
+        if before is not None:
+            self._namespaces.close(np.fromiter(before.handles.values(), np.int64))
         for handle, digest in namespaces.items():
             self.add_namespace(session_id, handle, digest)
 
     def add_namespace(self, session_id: int, handle: int, digest: bytes) -> None:
         session = self._sessions[session_id]
-        index = self._context.catalogue.index
-        namespace_id = index.namespace_id(digest)
-        if namespace_id < 0:
-            opened = {number for session in self._sessions.values() for number in session.handles.values()}
-            returned = index.take_back_namespaces(opened)
-            for owned in self._tenants.values():
-                owned -= returned
-            namespace_id = index.namespace_id(digest)
-        session.add_namespace(handle, namespace_id)
-        if namespace_id >= 0:
-            self._tenants.setdefault(session.tenant, set()).add(namespace_id)
+        before = session.handles.get(handle, -1)
+        session.add_namespace(handle, self._namespaces.open(session.tenant, digest))
+        self._namespaces.close(np.array([before]))
 
     def close_session(self, session_id: int) -> None:
         """Everything it held is given back. The driver has closed its connection."""
         session = self._sessions.pop(session_id, None)
-        if session is not None and session.connection is not None:
-            self.disconnected(session.connection.connection_id)
+        if session is not None:
+            if session.connection is not None:
+                self.disconnected(session.connection.connection_id)
+            self._namespaces.close(np.fromiter(session.handles.values(), np.int64))
         self.pump()
 
     def connected(self, session_id: int, connection_id: int, window_lkey: int) -> None:
@@ -156,10 +156,6 @@ class RegionEngine:
         connection.abort()
         self._leases.disconnected(connection)
         self.pump()
-
-    def _tenant_bytes(self, tenant: str) -> int:
-        totals = self._context.catalogue.index.namespace_bytes
-        return sum(int(totals[namespace]) for namespace in self._tenants.get(tenant, ()))
 
     # ---------------------------------------------------------------- input
 
@@ -248,11 +244,14 @@ class RegionEngine:
 
     def next_wakeup_ns(self) -> int:
         """Monotonic time at which `tick` is due."""
-        due = [self._next_tick_ns]
-        for time_ns in (self._deadlines.next_ns(), self._leases.next_ns()):
-            if time_ns is not None:
-                due.append(time_ns)
-        return min(due)
+        due_ns = self._next_tick_ns
+        deadline_ns = self._deadlines.next_ns()
+        if deadline_ns is not None and deadline_ns < due_ns:
+            due_ns = deadline_ns
+        lease_ns = self._leases.next_ns()
+        if lease_ns is not None and lease_ns < due_ns:
+            due_ns = lease_ns
+        return due_ns
 
     # ---------------------------------------------------------------- output
 
@@ -285,8 +284,9 @@ class RegionEngine:
 
     def _expire(self, batch: Batch) -> None:
         if batch.op is Op.PREFETCH:
+            started = self._load_path.started(batch)
             for entry in batch.open_entries():
-                batch.resolve(entry, Status.LATE if self._load_path.started(batch, entry) else Status.DROPPED)
+                batch.resolve(entry, Status.LATE if entry in started else Status.DROPPED)
         batch.close(Status.DEADLINE)
 
     def _cancel(self, batch: Batch) -> None:
@@ -339,6 +339,11 @@ class RegionEngine:
         """Free, holding a block, on their way in, or being cleared: always all of them."""
         catalogue = self._context.catalogue
         return catalogue.index.free + catalogue.index.used + self._store_path.incoming + catalogue.slots_in_transit
+
+    @property
+    def blocks_under_way(self) -> int:
+        """On their way in, to flash or from it."""
+        return self._store_path.incoming + len(self._context.catalogue.unflushed) + self._load_path.loads
 
     def drain(self) -> None:
         """No new stores; everything staged goes to flash. Watch `drained`."""

@@ -9,7 +9,7 @@ is counted and ignored. The engine moves what `pump` returns to the device and t
 from __future__ import annotations
 
 import errno
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 
@@ -30,6 +30,11 @@ _PRIORITIES = tuple(Priority)  # iterating the enumeration itself costs two micr
 
 Done = Callable[[int], None]
 """Called with 0, or a negative errno."""
+
+
+def _told(error: int) -> None:
+    """In the place of a job's `done` once it is told, or never will be. Whoever waits for a job often refers to it, and
+    a cycle of both would be left to the garbage collector."""
 
 
 class FlashJob:
@@ -55,7 +60,8 @@ class FlashQueue:
     def __init__(self, caps: FlashCaps) -> None:
         self._caps = caps
         self._depth = caps.queue_depth_max
-        self._waiting: list[deque[FlashJob]] = [deque() for _ in Priority]
+        self._waiting: list[OrderedDict[FlashJob, None]] = [OrderedDict() for _ in Priority]
+        """First come, first served; any one can be taken out at once."""
         self._pieces: dict[int, tuple[FlashJob, int, int]] = {}  # tag -> job, start, length
         self._writes_in_flight = 0
         self._reads_in_flight = 0
@@ -68,21 +74,22 @@ class FlashQueue:
         return not self._pieces and not self._resubmit and not any(self._waiting)
 
     def add(self, job: FlashJob) -> None:
-        self._waiting[job.priority].append(job)
+        self._waiting[job.priority][job] = None
 
     def promote(self, job: FlashJob) -> None:
         """A prefetch that a demand now waits for goes ahead, if it has not started."""
         queue = self._waiting[Priority.PREFETCH]
         if job in queue:
-            queue.remove(job)
+            del queue[job]
             job.priority = Priority.DEMAND
-            self._waiting[Priority.DEMAND].append(job)
+            self._waiting[Priority.DEMAND][job] = None
 
     def withdraw(self, job: FlashJob) -> bool:
         """Take back a job that has not started; False when it has."""
         queue = self._waiting[job.priority]
         if job in queue:
-            queue.remove(job)
+            del queue[job]
+            job.done = _told
             return True
         return False
 
@@ -94,7 +101,7 @@ class FlashQueue:
         for priority in _PRIORITIES:
             queue = self._waiting[priority]
             while queue and len(self._pieces) < self._depth:
-                job = queue[0]
+                job = next(iter(queue))
                 if (
                     job.op is FlashOp.WRITE
                     and priority is Priority.DATA
@@ -103,7 +110,7 @@ class FlashQueue:
                     break
                 if priority is Priority.DEMAND and self._reads_in_flight >= self._read_share():
                     break
-                queue.popleft()
+                del queue[job]
                 self._start(job, requests)
         return requests
 
@@ -172,4 +179,5 @@ class FlashQueue:
         if job.in_flight == 0:
             if not job.error and job.moved != job.length_bytes:
                 job.error = -errno.EIO
-            job.done(job.error)
+            done, job.done = job.done, _told
+            done(job.error)

@@ -7,7 +7,7 @@ not at all is a miss that frees the slot. A load nobody waits for any more is wi
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 import xxhash
@@ -52,8 +52,16 @@ class LoadPath:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._loads: dict[int, Load] = {}
-        self._frameless: dict[Priority, deque[Load]] = {Priority.DEMAND: deque(), Priority.PREFETCH: deque()}
+        self._frameless: dict[Priority, OrderedDict[Load, None]] = {
+            priority: OrderedDict() for priority in (Priority.DEMAND, Priority.PREFETCH)
+        }
+        """First come, first served; any one can be taken out at once."""
         self._deliveries: dict[Batch, list[tuple[int, int]]] = {}  # batch -> (entry, frame), to be posted together
+
+    @property
+    def loads(self) -> int:
+        """Blocks on their way from flash, or waiting for a frame."""
+        return len(self._loads)
 
     @property
     def starved(self) -> bool:
@@ -119,11 +127,11 @@ class LoadPath:
             load = Load(slot, length, priority)
             self._loads[slot] = load
             self._context.catalogue.loading.add(slot)
-            self._frameless[priority].append(load)
+            self._frameless[priority][load] = None
         elif priority < load.priority:
             if load.job is None:
-                self._frameless[load.priority].remove(load)
-                self._frameless[priority].append(load)
+                del self._frameless[load.priority][load]
+                self._frameless[priority][load] = None
             else:
                 self._context.queue.promote(load.job)
             load.priority = priority
@@ -135,11 +143,11 @@ class LoadPath:
         for priority in (Priority.DEMAND, Priority.PREFETCH):
             waiting = self._frameless[priority]
             while waiting:
-                load = waiting[0]
+                load = next(iter(waiting))
                 load.frame = self._context.window.take(load.slot, FrameState.LOADING)
                 if load.frame < 0:
                     return
-                waiting.popleft()
+                del waiting[load]
                 self._read(load)
 
     def _read(self, load: Load) -> None:
@@ -194,17 +202,17 @@ class LoadPath:
             if load.waiters:
                 continue
             if load.job is None:
-                self._frameless[load.priority].remove(load)
+                del self._frameless[load.priority][load]
                 self._end(load)
             elif self._context.queue.withdraw(load.job):
                 self._end(load)
                 self._context.window.drop(load.frame)
         batch.loads.clear()
 
-    def started(self, batch: Batch, entry: int) -> bool:
-        """Flash is reading this entry's block already, so that a late prefetch still ends up staged."""
+    def started(self, batch: Batch) -> set[int]:
+        """Entries whose block flash is reading already, so that a late prefetch still ends up staged."""
         reading = [load for load in batch.loads if load.job is not None and load.job.in_flight]
-        return any(waiter[0] is batch and waiter[1] == entry for load in reading for waiter in load.waiters)
+        return {entry for load in reading for waiter, entry, _ in load.waiters if waiter is batch}
 
     # ---------------------------------------------------------------- frame -> client memory
 

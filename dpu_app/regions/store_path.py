@@ -7,7 +7,7 @@ answered meanwhile (deadline, cancel, gone) is discarded: its source may already
 
 from __future__ import annotations
 
-import xxhash
+from xxhash import xxh3_64_intdigest as _xxh3
 
 from common.status import BlockState, Status
 from common.wire import EntryFlags, StatId
@@ -32,12 +32,15 @@ _HAS_CHECKSUM = int(EntryFlags.HAS_CHECKSUM)
 class Incoming:
     """A value on its way into a frame."""
 
-    __slots__ = ("batch", "entry", "frame", "joined", "key", "length", "slot", "ttl_s")
+    __slots__ = ("batch", "entry", "fingerprint", "frame", "joined", "key", "length", "slot", "ttl_s")
 
-    def __init__(self, batch: Batch, entry: int, key: Key, length: int, ttl_s: int, slot: int, frame: int) -> None:
+    def __init__(
+        self, batch: Batch, entry: int, key: Key, fingerprint: int, length: int, ttl_s: int, slot: int, frame: int
+    ) -> None:
         self.batch = batch
         self.entry = entry
         self.key = key
+        self.fingerprint = fingerprint
         self.length = length
         self.ttl_s = ttl_s
         self.slot = slot
@@ -51,6 +54,7 @@ class StorePath:
         self._incoming: dict[Key, Incoming] = {}
         self._reserved: dict[str, int] = {}  # tenant -> bytes of its incoming values
         self._used: dict[str, int] = {}  # tenant -> bytes of its blocks, while one event is handled
+        self._out_of_frames = False
         self._dirty_max = max(1, int(context.settings.dirty_fraction * context.window.layout.frames))
 
     @property
@@ -65,9 +69,8 @@ class StorePath:
     # ---------------------------------------------------------------- request
 
     def start(self, batch: Batch) -> None:
-        self._used.clear()
+        self._begin_event()
         context = self._context
-        context.catalogue.begin_batch()
         rows = batch.rows
         context.stats.add(StatId.STORES, len(rows))
         slots = find(context, batch)
@@ -96,6 +99,12 @@ class StorePath:
         self._read(batch, started)
         batch.close_if_done()
 
+    def _begin_event(self) -> None:
+        """What is found out while one event is handled holds for the rest of it."""
+        self._used.clear()
+        self._out_of_frames = False
+        self._context.catalogue.begin_batch()
+
     def _exists(self, batch: Batch, entry: int, slot: int) -> None:
         context = self._context
         context.stats.add(StatId.STORE_EXISTS)
@@ -112,14 +121,18 @@ class StorePath:
         if first is not None:
             first.joined.append((batch, entry))
             return
-        length = self._length(batch, entry)
-        refusal = self._refusal(batch, key, length)
+        length = batch.rows[entry][LENGTH]
+        namespace, key_lo, key_hi = key
+        fingerprint = self._context.catalogue.index.fingerprint(key_lo, key_hi, namespace)
+        refusal = self._refusal(batch, key, fingerprint, length)
         if refusal is not None:
             self._refuse(batch, entry, refusal)
             return
         context = self._context
-        frame = context.window.take(-1, FrameState.FILLING)  # first: a slot may cost another block its place
+        # First a frame: a slot may cost another block its place.
+        frame = -1 if self._out_of_frames else context.window.take(-1, FrameState.FILLING)
         if frame < 0:
+            self._out_of_frames = True
             self._refuse(batch, entry, Status.BUSY)
             return
         slot = context.catalogue.allocate()
@@ -131,26 +144,24 @@ class StorePath:
             return
         context.window.slot[frame] = slot
         ttl_s = batch.rows[entry][TTL_S] or context.settings.ttl_default_s
-        incoming = Incoming(batch, entry, key, length, ttl_s, slot, frame)
+        incoming = Incoming(batch, entry, key, fingerprint, length, ttl_s, slot, frame)
         self._incoming[key] = incoming
         tenant = batch.connection.session.tenant
         self._reserved[tenant] = self._reserved.get(tenant, 0) + length
         started.append(incoming)
 
-    def _refusal(self, batch: Batch, key: Key, length: int) -> Status | None:
+    def _refusal(self, batch: Batch, key: Key, fingerprint: int, length: int) -> Status | None:
         context = self._context
         if context.draining:
             return Status.DRAINING
         if context.window.unsettled >= self._dirty_max:
             return Status.BUSY
-        namespace, key_lo, key_hi = key
-        if context.catalogue.lingers(key_lo, key_hi, namespace):
+        if context.catalogue.lingers(key[1], key[2], key[0]):
             return Status.BUSY
         tenant = batch.connection.session.tenant
         limit_bytes = context.quota.limit_bytes(tenant)
         if limit_bytes and self._used_bytes(tenant) + self._reserved.get(tenant, 0) + length > limit_bytes:
             return Status.QUOTA_EXCEEDED
-        fingerprint = context.catalogue.index.fingerprint(key_lo, key_hi, namespace)
         if not context.admission.admit(fingerprint, context.clock.monotonic_ns() // NS_PER_S):
             context.stats.add(StatId.NOT_ADMITTED)
             return Status.NOT_ADMITTED
@@ -195,8 +206,7 @@ class StorePath:
         self._context.ready.add(batch.connection.connection_id)
 
     def _arrived(self, group: list[Incoming], ok: bool) -> None:
-        self._used.clear()
-        self._context.catalogue.begin_batch()
+        self._begin_event()
         for incoming in group:
             if not ok or incoming.batch.closed:
                 self._fail(incoming, Status.TRANSFER_ERROR)
@@ -207,14 +217,13 @@ class StorePath:
         context = self._context
         batch, entry, length = incoming.batch, incoming.entry, incoming.length
         row = batch.rows[entry]
-        checksum = xxhash.xxh3_64_intdigest(context.window.bytes_of(incoming.frame, length))
+        checksum = _xxh3(context.window.bytes_of(incoming.frame, length))
         if row[FLAGS] & _HAS_CHECKSUM and checksum != row[CHECKSUM]:
             self._fail(incoming, Status.CHECKSUM)
             return
         context.window.fill(incoming.frame)
-        namespace, key_lo, key_hi = incoming.key
         record = context.catalogue.insert(
-            incoming.slot, key_lo, key_hi, namespace, length, checksum, incoming.ttl_s, incoming.frame
+            incoming.slot, incoming.key, incoming.fingerprint, length, checksum, incoming.ttl_s, incoming.frame
         )
         self._release(incoming)
         context.stats.add(StatId.STORE_BYTES, length)

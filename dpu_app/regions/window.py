@@ -23,6 +23,8 @@ from dpu_app.regions.eviction.slot_queue import Links, SlotQueue
 from dpu_app.regions.superblock import TABLE_PAGE_BYTES
 
 TABLE_BUFFERS = 16
+RECLAIM_STEPS_MAX = 64
+"""Frames in use that one search for another passes by; then it takes any."""
 
 
 def aligned_length(length: int) -> int:
@@ -38,6 +40,11 @@ class FrameState(IntEnum):
     CLEAN = 4
     DOOMED = 5
     """The block is gone; the frame is free as soon as nobody references it."""
+
+
+_FREE, _FILLING, _LOADING, _DIRTY, _CLEAN, _DOOMED = (int(state) for state in FrameState)
+_STAGED, _STAGED_AND_FLASH = int(BlockState.STAGED), int(BlockState.STAGED_AND_FLASH)
+"""Plain numbers: writing an enumeration's member into an array takes several times as long."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +93,7 @@ class Window:
             self.frames = hot_path.LIBRARY.Frames(self.references, self.state, self._block_state, links.pairs)
         self.frame_of: MutableMapping[int, int] = {} if self.frames is None else self.frames
         """slot -> frame, whole blocks only (DIRTY or CLEAN)."""
+        self._block_state_of = self._block_state.data
         self._unsettled = 0  # FILLING and DIRTY
         self._table_buffers = list(range(TABLE_BUFFERS))
 
@@ -115,11 +123,11 @@ class Window:
         return len(self._free)
 
     def referenced(self) -> int:
-        return sum(1 for count in self.references if count)
+        return int(np.count_nonzero(np.frombuffer(self.references, np.uint32)))
 
     def block_state(self, slot: int) -> int:
         """BlockState of a block of the region."""
-        return int(self._block_state[self.frame_of.get(slot, -1)])
+        return self._block_state_of[self.frame_of.get(slot, -1)]
 
     def block_states(self, slots: Sequence[int]) -> npt.NDArray[np.uint8]:
         """`block_state` of many."""
@@ -141,61 +149,72 @@ class Window:
         return frame
 
     def _reclaim(self) -> int:
-        frame = self._clean.tail
-        while frame >= 0:
+        """The clean frame used longest ago that nobody references, or -1. A referenced one that stands before it is in
+        use, and goes to the others of which that is true: leases may hold half of the window, and would be passed by
+        again and again."""
+        for _ in range(min(RECLAIM_STEPS_MAX, self._clean.size)):
+            frame = self._clean.tail
+            self._clean.remove(frame)
             if self.references[frame] == 0:
-                self._clean.remove(frame)
                 del self.frame_of[self.slot[frame]]
                 return frame
-            frame = self._clean.newer(frame)
-        return -1
+            self._clean.push(frame)
+        return self._reclaim_any() if self._clean.size else -1
+
+    def _reclaim_any(self) -> int:
+        free = np.frombuffer(self.references, np.uint32) == 0
+        free &= np.frombuffer(self.state, np.uint8) == FrameState.CLEAN
+        frame = int(free.argmax())
+        if not free[frame]:
+            return -1
+        self._clean.remove(frame)
+        del self.frame_of[self.slot[frame]]
+        return frame
 
     def fill(self, frame: int) -> None:
         """FILLING -> DIRTY: the block is whole and may be read."""
-        self._expect(frame, FrameState.FILLING)
-        self.state[frame] = FrameState.DIRTY
-        slot = self.slot[frame]
-        self.frame_of[slot] = frame
-        self._block_state[frame] = BlockState.STAGED
+        self._expect(frame, _FILLING)
+        self.state[frame] = _DIRTY
+        self.frame_of[self.slot[frame]] = frame
+        self._block_state_of[frame] = _STAGED
 
     def settle(self, frame: int) -> None:
         """DIRTY or LOADING -> CLEAN: the block is whole here and on flash."""
-        if self.state[frame] == FrameState.DIRTY:
+        if self.state[frame] == _DIRTY:
             self._unsettled -= 1
         else:
-            self._expect(frame, FrameState.LOADING)
-        self.state[frame] = FrameState.CLEAN
-        slot = self.slot[frame]
-        self.frame_of[slot] = frame
-        self._block_state[frame] = BlockState.STAGED_AND_FLASH
+            self._expect(frame, _LOADING)
+        self.state[frame] = _CLEAN
+        self.frame_of[self.slot[frame]] = frame
+        self._block_state_of[frame] = _STAGED_AND_FLASH
         self._clean.push(frame)
 
     def drop(self, frame: int) -> None:
         """The block leaves the frame, which is free at once or when its last reference goes."""
         state = self.state[frame]
-        if state in (FrameState.FREE, FrameState.DOOMED):
+        if state in (_FREE, _DOOMED):
             raise InternalError(f"frame {frame} dropped twice")
-        if state in (FrameState.FILLING, FrameState.DIRTY):
+        if state in (_FILLING, _DIRTY):
             self._unsettled -= 1
-        if state in (FrameState.DIRTY, FrameState.CLEAN):
+        if state in (_DIRTY, _CLEAN):
             del self.frame_of[self.slot[frame]]
-            if state == FrameState.CLEAN:
+            if state == _CLEAN:
                 self._clean.remove(frame)
         self.slot[frame] = -1
         if self.references[frame]:
-            self.state[frame] = FrameState.DOOMED
+            self.state[frame] = _DOOMED
         else:
             self._release(frame)
 
     def _release(self, frame: int) -> None:
-        self.state[frame] = FrameState.FREE
+        self.state[frame] = _FREE
         self._free.append(frame)
 
     def touch(self, frame: int) -> None:
         """Its block was used."""
         if self.frames is not None:
             self.frames.touch(frame)
-        elif self.state[frame] == FrameState.CLEAN:
+        elif self.state[frame] == _CLEAN:
             self._clean.remove(frame)
             self._clean.push(frame)
 
@@ -224,12 +243,12 @@ class Window:
         if self.references[frame] <= 0:
             raise InternalError(f"frame {frame} released more often than held")
         self.references[frame] -= 1
-        if self.references[frame] == 0 and self.state[frame] == FrameState.DOOMED:
+        if self.references[frame] == 0 and self.state[frame] == _DOOMED:
             self._release(frame)
 
-    def _expect(self, frame: int, state: FrameState) -> None:
+    def _expect(self, frame: int, state: int) -> None:
         if self.state[frame] != state:
-            raise InternalError(f"frame {frame} is {FrameState(self.state[frame]).name}, not {state.name}")
+            raise InternalError(f"frame {frame} is {FrameState(self.state[frame]).name}, not {FrameState(state).name}")
 
     # ---------------------------------------------------------------- table pages
 

@@ -11,6 +11,7 @@ from unittest import mock
 from common.status import BlockState
 from dpu_app.regions.catalogue import Catalogue, Unflushed
 from dpu_app.regions.flash_queue import FlashJob, FlashQueue
+from dpu_app.regions.sessions import Connection
 from dpu_app.regions.store_path import StorePath
 from dpu_app.regions.window import Window
 
@@ -61,16 +62,28 @@ def short_transfers_count_as_whole() -> AbstractContextManager[Any]:
 
 
 def frames_stay_held_after_delivery() -> AbstractContextManager[Any]:
-    return mock.patch.object(Window, "unhold_all", return_value=None)
+    patch: AbstractContextManager[Any] = mock.patch.multiple(Window, unhold_all=_ignore, unhold_packed=_ignore)
+    return patch
 
 
 def frames_are_reused_while_they_are_read() -> AbstractContextManager[Any]:
-    ignored: dict[str, Any] = dict.fromkeys(("hold", "hold_all", "unhold", "unhold_all"), _ignore)
+    ignored: dict[str, Any] = dict.fromkeys(("hold", "hold_all", "unhold", "unhold_all", "unhold_packed"), _ignore)
     patch: AbstractContextManager[Any] = mock.patch.multiple(Window, **ignored)
     return patch
 
 
 def _ignore(*arguments: object) -> None: ...
+
+
+def the_hot_path_does_not_hold_frames() -> AbstractContextManager[Any]:
+    """Its frames are given back as soon as their WRITEs are asked for."""
+    original = Connection.follow
+
+    def follow(self: Connection, wrs: int, frames: bytes) -> None:
+        self._unhold(frames)
+        original(self, wrs, b"")
+
+    return mock.patch.object(Connection, "follow", follow)
 
 
 def pins_do_not_hold() -> AbstractContextManager[Any]:
@@ -83,5 +96,6 @@ ALL: tuple[Mutation, ...] = (
     short_transfers_count_as_whole,
     frames_stay_held_after_delivery,
     frames_are_reused_while_they_are_read,
+    the_hot_path_does_not_hold_frames,
     pins_do_not_hold,
 )

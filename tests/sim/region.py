@@ -8,6 +8,7 @@ from functools import cache
 from unittest import mock
 
 from dpu_app.flash.anonymous_memory import AnonymousMemory
+from dpu_app.regions import hot_path
 from dpu_app.regions.index import USED, SlotIndex
 from dpu_app.regions.recovery import format_region
 from dpu_app.regions.superblock import ENTRIES_PER_PAGE, TABLE_OFFSET, TABLE_PAGE_BYTES, Geometry
@@ -70,4 +71,11 @@ def seeded_hashes(seed: int) -> Iterator[None]:
     """The index seeds its hash from the system; here the seed of the world must decide everything. Others may draw from
     the same source at other times, so each gets the same number."""
     with mock.patch("dpu_app.regions.index.secrets.randbits", lambda bits: seed & ((1 << bits) - 1)):
+        yield
+
+
+@contextmanager
+def hot_paths(native: bool) -> Iterator[None]:
+    """Engines that are made meanwhile have the native hot path, where it was built, or have not."""
+    with mock.patch.object(hot_path, "LIBRARY", hot_path.LIBRARY if native else None):
         yield

@@ -48,6 +48,8 @@ class Scenario:
     quota_bytes: int
     prefill: float
     """Part of all blocks that is stored before anything else happens."""
+    native: bool
+    """With the engine's native hot path, where it was built; else its Python alone."""
 
     @property
     def recovery_faults(self) -> FaultPlan:
@@ -101,4 +103,5 @@ class Scenario:
             reconnects=source.choice((0.0, 0.004, 0.03)),
             quota_bytes=source.choice((0, 0, 0, 10 * slot_bytes)),
             prefill=source.choice((0.0, 0.5, 1.0)),
+            native=source.random() < 0.5,
         )

@@ -28,7 +28,7 @@ from dpu_app.regions.window import FrameState, Window, WindowLayout
 from emulator.sim_fabric import SimFabric
 from emulator.sim_flash import NO_FAULTS, Fault, FaultKind, SimFlash
 from tests.sim.client import Client
-from tests.sim.region import SCRATCH_BYTES, SimClock, block_in, formatted, seeded_hashes, slots_in
+from tests.sim.region import SCRATCH_BYTES, SimClock, block_in, formatted, hot_paths, seeded_hashes, slots_in
 from tests.sim.requests import NS_PER_S, ON_FLASH, Lease
 from tests.sim.scenario import Scenario
 from tests.sim.truth import NEVER, Block, Truth, Violation, require
@@ -84,7 +84,7 @@ class World:
 
     def run(self) -> None:
         """All lives of the region. Raises Violation."""
-        with seeded_hashes(self.random.getrandbits(64)):
+        with seeded_hashes(self.random.getrandbits(64)), hot_paths(self.scenario.native):
             for life in range(self.scenario.lives):
                 self._open()
                 self._after_recovery()

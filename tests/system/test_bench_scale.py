@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @pytest.mark.parametrize("fabric", ["emu-shm", "emu-tcp"])
 def test_a_quick_run_measures_everything_and_leaves_nothing(place: Place, tmp_path: Path, fabric: str) -> None:
     report = tmp_path / "report"
-    options = ["--quick", "--json", "--fabric", fabric, "--report", str(report), "--phase", "0.2"]
+    options = ["--quick", "--json", "--fabric", fabric, "--out", str(report), "--phase", "0.2"]
     done = place.emu("bench-scale", *options, *place.options)
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
@@ -58,7 +58,7 @@ def test_mistakes_are_for_people_and_leave_nothing(place: Place) -> None:
 def test_a_large_region_quickly(place: Place, tmp_path: Path) -> None:
     place.flash_dir.mkdir(parents=True)
     command = [sys.executable, "-m", "emulator.cli", "bench-large", "--quick", "--slots", "40000", "--json"]
-    command += ["--compared-slots", "10000", "--dir", str(place.flash_dir), "--report", str(tmp_path)]
+    command += ["--compared-slots", "10000", "--dir", str(place.flash_dir), "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)

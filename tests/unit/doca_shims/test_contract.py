@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from doca_shims import contract, contract_batch, contract_data, contract_misuse, contract_peers
+from doca_shims import contract, contract_batch, contract_data, contract_misuse, contract_peers, contract_polling
 from doca_shims.contract_harness import FabricHarness, expect
 from emulator import fabric_shm
 
@@ -43,6 +43,6 @@ def test_every_check_has_its_result(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_two_checks_share_a_name_and_each_says_what_it_checks() -> None:
-    modules = (contract_data, contract_batch, contract_misuse, contract_peers)
+    modules = (contract_data, contract_batch, contract_polling, contract_misuse, contract_peers)
     assert len(contract.CHECKS) == sum(len(module.CHECKS) for module in modules)
     assert all(check.__doc__ for check in contract.CHECKS.values())

@@ -22,6 +22,7 @@ from common.proto.entresol.v1 import control_pb2, control_pb2_grpc
 from dpu_app.config import DpuConfig, RegionSettings, worker_config
 from dpu_app.region_set import Region
 from dpu_app.region_worker import BackOff, RegionState, RegionWorker, WorkerHooks
+from dpu_app.regions import hot_path
 from dpu_app.supervisor import Supervisor
 
 FAKE_WORKER = Path(__file__).with_name("fake_worker.py")
@@ -92,6 +93,15 @@ class Dpu:
             await self.channel.close(None)
         self.supervisor.stop()
         return await asyncio.wait_for(self.running, 60)
+
+
+@pytest.fixture(params=["native", "python"])
+def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that are made in a test have the native hot path, or are without it."""
+    if request.param == "python":
+        monkeypatch.setattr(hot_path, "LIBRARY", None)
+    elif hot_path.LIBRARY is None:
+        pytest.skip("the native hot path was not built")
 
 
 StartDpu = Callable[..., Any]

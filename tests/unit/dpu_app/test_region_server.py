@@ -25,6 +25,8 @@ from dpu_app.region_server import RegionFacts, RegionServer
 from dpu_app.worker_channel import ChannelClosedError, Message
 from tests.unit.dpu_app.regions.engine_world import SLOT_BYTES, World, content, key, statuses
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 CREDITS = 4
 TOKEN = b"t" * 16
 KEYS = [key(i) for i in range(4)]

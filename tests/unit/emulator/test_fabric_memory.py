@@ -14,8 +14,11 @@ from emulator.fabric_memory import (
     HUGE_PAGE_BYTES,
     MemfdMemory,
     check_mapped,
+    create_memfd,
     is_sealed,
+    map_shared,
     page_sizes_bytes,
+    unmap,
 )
 
 
@@ -105,3 +108,69 @@ def test_only_mapped_memory_passes() -> None:
     libc.mmap.restype = ctypes.c_void_p
     fixed = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10
     libc.mmap(ctypes.c_void_p(address + mmap.PAGESIZE), ctypes.c_size_t(mmap.PAGESIZE), 3, fixed, -1, 0)
+
+
+def _huge_bytes(address: int) -> int:
+    """What the kernel says of the mapping that begins there, or 0."""
+    fields: dict[str, str] = {}
+    inside = False
+    with open("/proc/self/smaps", encoding="ascii", errors="replace") as maps:
+        for line in maps:
+            name, _, rest = line.partition(" ")
+            if name.endswith(":"):
+                if inside:
+                    fields[name] = rest
+            else:
+                inside = int(name.partition("-")[0], 16) == address
+    return int(fields.get("ShmemPmdMapped:", "0 kB").split()[0]) * 1024
+
+
+def test_large_memory_is_aligned_keeps_its_bytes_and_gets_huge_pages_where_the_kernel_can() -> None:
+    length = 3 * HUGE_PAGE_BYTES + 5000
+    memory = MemfdMemory(length, mmap.PAGESIZE)
+    memory.view[:] = bytes(range(250)) * (length // 250) + b"x" * (length % 250)
+    before = bytes(memory.view)
+    memory.hold()
+    assert memory.address % HUGE_PAGE_BYTES == 0
+    assert bytes(memory.view) == before
+    assert memory.fd is not None
+    address = map_shared(memory.fd, memory.mapped_bytes)
+    assert address % HUGE_PAGE_BYTES == 0
+    assert ctypes.string_at(address, length) == before
+    huge = _huge_bytes(memory.address)
+    unmap(address, memory.mapped_bytes)
+    memory.release()
+    memory.close()
+    control = MemfdMemory(HUGE_PAGE_BYTES, mmap.PAGESIZE)
+    control.view[0] = 1
+    collapsed = ctypes.CDLL(None).madvise(ctypes.c_void_p(control.address), ctypes.c_size_t(HUGE_PAGE_BYTES), 25) == 0
+    control.close()
+    if not collapsed:
+        pytest.skip("this kernel does not make huge pages of a memfd's small ones, or has none left")
+    assert huge == 3 * HUGE_PAGE_BYTES
+
+
+def test_a_mapping_of_any_length_leaves_nothing_beside_it() -> None:
+    def mapped() -> int:
+        with open("/proc/self/maps", encoding="ascii", errors="replace") as maps:
+            return sum(1 for _ in maps)
+
+    for length in (1, HUGE_PAGE_BYTES - 1, HUGE_PAGE_BYTES, HUGE_PAGE_BYTES + 1, 2 * HUGE_PAGE_BYTES + 4096):
+        fd = create_memfd("test", length)
+        before = mapped()
+        address = map_shared(fd, length)
+        ctypes.memset(address + length - 1, 7, 1)
+        assert mapped() <= before + 1
+        unmap(address, length)
+        assert mapped() <= before
+        os.close(fd)
+
+
+def test_a_large_mapping_that_cannot_be_made_leaves_nothing() -> None:
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        map_shared(-1, 3 * HUGE_PAGE_BYTES)
+    with open("/proc/self/maps", encoding="ascii", errors="replace") as maps:
+        spans = [
+            [int(part, 16) for part in line.split()[0].split("-")] for line in maps if " ---p 00000000 00:00 0" in line
+        ]
+    assert 4 * HUGE_PAGE_BYTES not in [high - low for low, high in spans]

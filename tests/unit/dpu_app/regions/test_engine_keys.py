@@ -17,6 +17,8 @@ from dpu_app.regions import catalogue
 from dpu_app.regions.batch import Batch
 from tests.unit.dpu_app.regions.engine_world import SLOT_BYTES, World, key, statuses
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 FOUR = [key(i) for i in range(4)]
 
 

@@ -15,6 +15,8 @@ from dpu_app.regions.context import EngineSettings
 from emulator.sim_flash import FaultPlan
 from tests.unit.dpu_app.regions.engine_world import SLOT_BYTES, World, content, key, statuses
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 FOUR = [key(i) for i in range(4)]
 
 

@@ -65,3 +65,33 @@ def test_all_kinds_end_at_every_depth(depth: int) -> None:
     while not device.queue.idle:
         device.step()
     assert set(device.done.values()) == {10}
+
+
+class ComparedJob(FlashJob):
+    """Counts how often it is compared with another: a search through a queue does it for each that it passes."""
+
+    compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        ComparedJob.compared += 1
+        return self is other
+
+    __hash__ = object.__hash__
+
+
+def test_a_job_is_taken_out_without_looking_at_others() -> None:
+    queue = FlashQueue(FlashCaps(1 << 30, 512, 1 << 20, 4, True, "test"))
+    told: list[int] = []
+    jobs = [ComparedJob(FlashOp.READ, Priority.PREFETCH, 0, 0, BLOCK, told.append) for _ in range(1000)]
+    for job in jobs:
+        queue.add(job)
+    ComparedJob.compared = 0
+    assert all(queue.withdraw(job) for job in jobs[500:])
+    assert not queue.withdraw(jobs[500])
+    for job in jobs[400:500]:
+        queue.promote(job)
+    assert ComparedJob.compared < 100
+    requests = queue.pump()
+    assert queue.withdraw(jobs[400]) is False  # it has started: the promoted go first
+    queue.complete([FlashCompletion(request.tag, BLOCK) for request in requests])
+    assert told == [0] * 4

@@ -196,13 +196,14 @@ def test_ids_of_empty_namespaces_are_given_out_again(monkeypatch: pytest.MonkeyP
     digests = [bytes([n]) * 16 for n in range(5)]
     assert [index.namespace_id(digest) for digest in digests] == [0, 1, 2, -1, -1]
     slot = _insert(index, (1, 1, 0))
-    assert index.take_back_namespaces({2}) == {1}
+    assert index.take_back_namespaces(np.array([0, 0, 1])) == [1]
+    assert index.take_back_namespaces(np.array([0, 0, 1])) == []  # it has been taken back
     assert index.find_namespace(digests[1]) == -1
     assert index.namespace_id(digests[3]) == 1
     assert index.namespace_digest(1) == digests[3]
     assert index.namespace_id(digests[1]) == -1
     index.remove(slot)
-    assert index.take_back_namespaces({1, 2}) == {0}
+    assert index.take_back_namespaces(np.array([0, 2, 1])) == [0]
 
 
 def test_allocation_keeps_to_a_page_of_the_table() -> None:

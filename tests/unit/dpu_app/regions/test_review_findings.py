@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+
 from common.status import Status
 from common.wire import Flags, Op, StatId
 from dpu_app.regions.context import EngineSettings
 from emulator.sim_flash import NO_FAULTS, FaultPlan
 from tests.unit.dpu_app.regions.engine_world import World, key, statuses
+
+pytestmark = pytest.mark.usefixtures("both_ways")
 
 
 def test_a_hint_is_late_only_where_flash_reads_already() -> None:

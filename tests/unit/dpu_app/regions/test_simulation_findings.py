@@ -9,6 +9,8 @@ from common.wire import Flags, Op
 from dpu_app.regions.stamps import Stamps
 from tests.unit.dpu_app.regions.engine_world import SLOT_BYTES, World, content, key
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 
 def _full_world(slots: int = 64) -> tuple[World, list[bytes]]:
     """A region whose every slot holds a block, least recently used first."""
