@@ -17,9 +17,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from doca_shims.api import Fabric, ProtectionDomain, QueueLimits, RecvRequest, ShimError
-from emulator.fabric_core import Device, Domain, Endpoint, Region, Timeouts
+from emulator.fabric_core import Device, Endpoint, Timeouts
 from emulator.fabric_options import read_seconds
 from emulator.fabric_tcp_connection import TcpConnection
+from emulator.fabric_tcp_deputy import Deputy
+from emulator.fabric_tcp_domain import TcpDomain
 from emulator.fabric_tcp_frame import (
     GREETING_BYTES,
     REASON_BYTES_MAX,
@@ -43,21 +45,13 @@ def create(options: Mapping[str, str]) -> TcpFabric:
     return TcpFabric(Timeouts(seconds["rnr_timeout_s"], seconds["transport_timeout_s"]))
 
 
-class TcpDomain(Domain):
-    """`doca_shims.api.ProtectionDomain`."""
-
-    def _revoke(self, region: Region) -> None:
-        for connection in list(self.connections):
-            if isinstance(connection, TcpConnection):
-                connection.release_region(region)
-
-
 class TcpFabric(Device):
     """`doca_shims.api.Fabric`."""
 
     def __init__(self, timeouts: Timeouts) -> None:
         super().__init__(one_sided_initiator=True)
         self.timeouts = timeouts
+        self.deputy = Deputy(min(0.25, timeouts.rnr_s / 4, timeouts.transport_s / 4))
 
     def alloc_pd(self) -> TcpDomain:
         domain = TcpDomain(self)
@@ -83,7 +77,7 @@ class TcpFabric(Device):
         family, sockaddr = _resolve(address, passive=False)
         deadline_s = time.monotonic() + timeout_s
         sock = _socket(family, self.timeouts)
-        connection = TcpConnection(domain, limits, self.timeouts)
+        connection = TcpConnection(domain, limits, self.timeouts, self.deputy)
         try:
             connection.post_recv(recvs)
             sock.settimeout(timeout_s)
@@ -130,7 +124,7 @@ class TcpRequest:
         self._device.check_limits(limits, private_data)
         domain = self._device.own_domain(pd)
         sock = self._take()
-        connection = TcpConnection(domain, limits, self._device.timeouts)
+        connection = TcpConnection(domain, limits, self._device.timeouts, self._device.deputy)
         try:
             connection.post_recv(recvs)
             sock.settimeout(_GREETING_LIMIT_S)

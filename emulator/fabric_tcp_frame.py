@@ -14,9 +14,11 @@ from typing import NamedTuple
 from doca_shims.api import WcStatus
 from emulator.fabric_core import MAX_MESSAGE_BYTES, MAX_PRIVATE_DATA_BYTES, MAX_TRANSFER_BYTES
 
-_HEADER = struct.Struct("<HBBIIIQII")
-HEADER_BYTES = _HEADER.size
-_MAGIC = 0x5445
+HEADER = struct.Struct("<HBBIIIQII")
+"""Magic, kind, code, sequence, posted, rkey, address, length, and 0."""
+HEADER_BYTES = HEADER.size
+MAGIC = 0x5445
+CODE_OFFSET = 3
 
 _GREETING = struct.Struct("<12sBxHI")
 GREETING_BYTES = _GREETING.size
@@ -56,17 +58,10 @@ class FrameError(Exception):
     """The peer sent something that is not of this protocol."""
 
 
-_KINDS = {int(kind): kind for kind in FrameKind}
-_LENGTH_MAX = {
-    FrameKind.WRITE: MAX_TRANSFER_BYTES,
-    FrameKind.READ: MAX_TRANSFER_BYTES,
-    FrameKind.SEND: MAX_MESSAGE_BYTES,
-    FrameKind.ACK: 0,
-    FrameKind.NAK: 0,
-    FrameKind.DATA: MAX_TRANSFER_BYTES,
-    FrameKind.CREDIT: 0,
-}
-_REQUESTS = (FrameKind.WRITE, FrameKind.READ, FrameKind.SEND)
+_new = tuple.__new__
+_KINDS: tuple[FrameKind | None, ...] = (None, *FrameKind, *(None,) * (255 - len(FrameKind)))
+_LENGTH_MAX = (0, MAX_TRANSFER_BYTES, MAX_TRANSFER_BYTES, MAX_MESSAGE_BYTES, 0, 0, MAX_TRANSFER_BYTES, 0)
+"""Both by the kind's number: an enumeration's hash is computed in Python."""
 _NAK_CODES = frozenset(
     int(status)
     for status in (
@@ -81,23 +76,23 @@ _NAK_CODES = frozenset(
 def pack_header(
     kind: FrameKind, code: int, sequence: int, posted: int, rkey: int = 0, address: int = 0, length: int = 0
 ) -> bytes:
-    return _HEADER.pack(_MAGIC, kind, code, sequence, posted, rkey, address, length, 0)
+    return HEADER.pack(MAGIC, kind, code, sequence, posted, rkey, address, length, 0)
 
 
-def unpack_header(buffer: bytes | bytearray | memoryview) -> Header:
-    """Raises FrameError."""
-    magic, number, code, sequence, posted, rkey, address, length, reserved = _HEADER.unpack(buffer)
-    kind = _KINDS.get(number)
-    if magic != _MAGIC or kind is None or reserved:
+def unpack_header(buffer: bytes | bytearray | memoryview, offset: int = 0) -> Header:
+    """The header that begins at `offset`. Raises FrameError."""
+    magic, number, code, sequence, posted, rkey, address, length, reserved = HEADER.unpack_from(buffer, offset)
+    kind = _KINDS[number]
+    if magic != MAGIC or kind is None or reserved:
         raise FrameError(f"magic 0x{magic:04x}, kind {number}, reserved {reserved}")
-    if length > _LENGTH_MAX[kind]:
+    if length > _LENGTH_MAX[number]:
         raise FrameError(f"{kind.name} of {length} bytes")
     if kind is FrameKind.NAK:
         if code not in _NAK_CODES:
             raise FrameError(f"NAK with status {code}")
-    elif code > 1 or (code and kind not in _REQUESTS):
+    elif code and (code > 1 or number > FrameKind.SEND):
         raise FrameError(f"{kind.name} with code {code}")
-    return Header(kind, code, sequence, posted, rkey, address, length)
+    return _new(Header, (kind, code, sequence, posted, rkey, address, length))
 
 
 def pack_greeting(kind: GreetingKind, posted: int, text: bytes) -> bytes:

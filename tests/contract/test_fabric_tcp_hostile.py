@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import random
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from doca_shims.api import ConnectionState, Opcode, QueueLimits, WcStatus
+from doca_shims.api import RDMA_REQUEST, Completion, ConnectionState, Opcode, QueueLimits, WcStatus
 from doca_shims.contract_harness import ALL_ACCESS, Side, collect, next_request, statuses
 from emulator import fabric_tcp
 from emulator.fabric_tcp_frame import (
@@ -45,6 +47,7 @@ class _Rig:
     def attacker(self, recvs: int = 0) -> Iterator[socket.socket]:
         host, _, port = self.listener.address.rpartition(":")
         side = self.side
+        side.memory.view[:] = bytes(len(side.memory.view))
         with socket.create_connection((host, int(port)), _LIMIT_S) as sock:
             sock.sendall(pack_greeting(GreetingKind.HELLO, 0, b""))
             posted = [side.recv(i, _PAGE_BYTES, 64) for i in range(recvs)]
@@ -190,6 +193,99 @@ def test_an_answer_to_what_is_not_sent_yet_is_no_completion(rig: _Rig) -> None:
         sock.sendall(pack_header(FrameKind.DATA, 0, 0, 0, length=65) + bytes(65))
         assert statuses(collect(side.connection, 1)) == [WcStatus.WR_FLUSH_ERR]
         rig.check_guards()
+
+
+def _packed(rig: _Rig, count: int, length: int) -> bytes:
+    """A batch between the attacker and the open page's first bytes."""
+    side = rig.side
+    requests = [
+        RDMA_REQUEST.pack(rig.base + index * length, 4096 + index * length, length, side.region.lkey, 1, 0)
+        for index in range(count)
+    ]
+    return b"".join(requests)
+
+
+def test_a_batch_is_answered_in_part_and_once(rig: _Rig) -> None:
+    with rig.attacker() as sock:
+        connection = rig.side.connection
+        connection.post_rdma(5, Opcode.RDMA_WRITE, _packed(rig, 4, 16))
+        for sequence in range(4):
+            header = _answer(sock)
+            assert header is not None
+            assert (header.kind, header.sequence, header.code) == (FrameKind.WRITE, sequence, sequence == 3)
+            assert len(sock.recv(16, socket.MSG_WAITALL)) == 16
+        sock.sendall(pack_header(FrameKind.ACK, 0, 1, 0))
+        sock.sendall(pack_header(FrameKind.NAK, int(WcStatus.REM_ACCESS_ERR), 2, 0))
+        done = collect(connection, 1)
+        assert [(c.wr_id, c.status) for c in done] == [(5, WcStatus.REM_ACCESS_ERR)]
+        assert connection.poll() == []
+
+
+def test_reads_of_a_batch_answered_out_of_turn_end_the_connection(rig: _Rig) -> None:
+    for sequence in (1, 2, 0xFFFFFFFF):
+        with rig.attacker() as sock:
+            connection = rig.side.connection
+            connection.post_rdma(6, Opcode.RDMA_READ, _packed(rig, 2, 16))
+            sock.sendall(pack_header(FrameKind.DATA, 0, sequence, 0, length=16) + b"\xff" * 16)
+            assert statuses(collect(connection, 1)) == [WcStatus.WR_FLUSH_ERR]
+            assert not any(rig.side.memory.view)
+
+
+def test_an_answer_ahead_of_the_bytes_is_no_completion(rig: _Rig) -> None:
+    """A WRITE larger than all buffers between, of which nothing is read, is not through because its target says so."""
+    length = 64 << 20
+    source = bytearray(length)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(source))
+    with rig.attacker() as sock, closing(rig.side.pd.register(address, length, ALL_ACCESS, source)) as region:
+        packed = RDMA_REQUEST.pack(address, 4096, length, region.lkey, 1, 0)
+        rig.side.connection.post_rdma(7, Opcode.RDMA_WRITE, packed)
+        sock.sendall(pack_header(FrameKind.ACK, 0, 0, 0))
+        assert statuses(collect(rig.side.connection, 1)) == [WcStatus.WR_FLUSH_ERR]
+
+
+def test_frames_in_any_pieces_are_the_same_frames(rig: _Rig) -> None:
+    """Headers and payloads cut anywhere, looked at after each piece."""
+    chance = random.Random(7)
+    for length in (1, 100, 3000):
+        with rig.attacker(recvs=2) as sock:
+            data = chance.randbytes(length)
+            write = pack_header(FrameKind.WRITE, 1, 0, 0, rig.side.region.rkey, rig.base + 64, length) + data
+            read = pack_header(FrameKind.READ, 0, 1, 0, rig.side.region.rkey, rig.base + 64, length)
+            stream = write + read + pack_header(FrameKind.SEND, 1, 2, 0, length=30) + bytes(range(30))
+            completions: list[Completion] = []
+            while stream:
+                count = chance.randint(1, min(len(stream), 50))
+                sock.sendall(stream[:count])
+                stream = stream[count:]
+                completions += rig.side.connection.poll(arm=bool(chance.getrandbits(1)))
+            if not completions:
+                completions = collect(rig.side.connection, 1)
+            assert [(c.status, c.byte_count) for c in completions] == [(0, 30)]
+            assert bytes(rig.side.memory.view[_PAGE_BYTES : _PAGE_BYTES + 30]) == bytes(range(30))
+            assert bytes(rig.side.memory.view[_PAGE_BYTES + 64 :][:length]) == data
+            header = _answer(sock)
+            while header is not None and header.kind is not FrameKind.DATA:
+                header = _answer(sock)  # the WRITE's, or a credit
+            assert header is not None
+            assert header.sequence == 1
+            assert sock.recv(length, socket.MSG_WAITALL) == data
+
+
+def test_nothing_behind_a_refusal_is_taken_for_a_frame(rig: _Rig, caplog: pytest.LogCaptureFixture) -> None:
+    """The refused payload may look like frames; none of them is carried out, or even looked at."""
+    with rig.attacker(recvs=1) as sock:
+        good = pack_header(FrameKind.WRITE, 1, 1, 0, rig.side.region.rkey, rig.base, 64) + b"\xff" * 64
+        payload = good * 4000
+        sock.sendall(pack_header(FrameKind.WRITE, 1, 0, 0, 1, rig.base, len(payload)))
+        with suppress(OSError):
+            sock.sendall(payload)
+            sock.sendall(b"\xff" * 100_000)
+        assert statuses(collect(rig.side.connection, 1)) == [WcStatus.WR_FLUSH_ERR]
+        header = _answer(sock)
+        assert header is not None
+        assert (header.kind, header.code) == (FrameKind.NAK, WcStatus.REM_ACCESS_ERR)
+        assert not any(rig.side.memory.view)
+    assert not caplog.records
 
 
 def test_a_flood_of_reads_is_bounded(rig: _Rig) -> None:
