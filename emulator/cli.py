@@ -212,6 +212,9 @@ def demo(ctx: click.Context, /, config_path: Path | None, keep: bool, as_json: b
     "--fabric", "fabrics", type=click.Choice(FABRICS), multiple=True, help="Which; repeat it.  [default: all]"
 )
 @click.option(
+    "--page", "page_bytes", type=SIZE, help="Of windows and agents' memory; 2MiB where huge pages are set up."
+)
+@click.option(
     "--region-slots",
     type=click.IntRange(0),
     help=f"Of the region that is opened to measure restart; 0: none.  [default: {REGION_SLOTS}, with --quick none]",

@@ -21,6 +21,7 @@ from typing import Any, Final
 
 from common.config import load_file
 from common.errors import LowerLayerError
+from common.units import format_size
 from dpu_app.config import FRAMES_MIN, RegionSettings
 from emulator.goals import evaluate, load_goals
 from emulator.pod import Pod
@@ -80,8 +81,8 @@ def compare(
     document = report(environment, result)
     document["pod"] = {
         "dpus": settings.dpus,
-        "regions": settings.regions,
-        "window_page_bytes": settings.page_bytes,
+        "regions_of_each": settings.regions,
+        "pages": format_size(settings.page_bytes),
         "flash": file_system_text(settings.flash_dir),
     }
     document["page_cache"] = (

@@ -38,12 +38,13 @@ class FreshBlocks:
         self.size = size
         self.keys = fresh_keys(count)
         self.verify = verify
+        self.at = target.next_place(size * count)
         self._stored = False
 
     def store(self, batch: int, until_flash: bool) -> Sample:
         """STORE of all, timed."""
         target = self.target
-        target.fill(self.keys, self.size)
+        target.fill(self.keys, self.size, self.at)
 
         def call(keys: Sequence[bytes], places: Spans, _part: slice) -> BlockResults:
             return target.client.store(
@@ -56,7 +57,7 @@ class FreshBlocks:
             )
 
         self._stored = True
-        sample, _ok = target.time_calls(call, self.keys, target.source, self.size, batch)
+        sample, _ok = target.time_calls(call, self.keys, target.source, self.size, batch, self.at)
         return sample
 
     def require_staged(self) -> list[str]:
@@ -91,7 +92,7 @@ def store_flash(blocks: FreshBlocks, batch: int) -> Sample:
 
 def retrieve_staged(blocks: FreshBlocks, batch: int) -> Sample:
     notes = blocks.require_staged()
-    sample = _retrieve(blocks.target, blocks.keys, blocks.size, batch, blocks.verify)
+    sample = _retrieve(blocks.target, blocks.keys, blocks.size, batch, blocks.verify, blocks.at)
     sample.notes += notes
     return sample
 
@@ -100,7 +101,7 @@ def lease_read(blocks: FreshBlocks, batch: int) -> Sample:
     """READs by the client itself of frames that were leased before the clock starts."""
     target, keys = blocks.target, blocks.keys
     notes = blocks.require_staged()
-    target.damage()
+    target.damage(len(keys) * blocks.size, blocks.at)
     with contextlib.ExitStack() as stack:
         leases: dict[int, Lease] = {}
         for start in range(0, len(keys), batch):
@@ -113,8 +114,8 @@ def lease_read(blocks: FreshBlocks, batch: int) -> Sample:
         def call(_keys: Sequence[bytes], places: Spans, part: slice) -> BlockResults:
             return leases[part.start].read(places, verify=blocks.verify, timeout_s=CALL_TIMEOUT_S)
 
-        sample, ok = target.time_calls(call, keys, target.destination, blocks.size, batch)
-    target.check(keys, ok, blocks.size)
+        sample, ok = target.time_calls(call, keys, target.destination, blocks.size, batch, blocks.at)
+    target.check(keys, ok, blocks.size, blocks.at)
     sample.notes += notes
     return sample
 
@@ -186,18 +187,19 @@ class ColdBlocks:
             return Sample(notes=[note])
         wanted = [self._keys[index] for index in self._random.permutation(cold)[: self._step]]
         before = self.target.stat(StatId.FLASH_READ_BYTES)[0]
-        sample = _retrieve(self.target, wanted, self.size, batch, self._verify)
+        at = self.target.next_place(self._step * self.size)
+        sample = _retrieve(self.target, wanted, self.size, batch, self._verify, at)
         read_bytes = self.target.stat(StatId.FLASH_READ_BYTES)[0] - before
         if read_bytes < self._step * self.size:
             sample.notes.append("not all of it was read from flash")
         return sample
 
 
-def _retrieve(target: Target, keys: Sequence[bytes], size: int, batch: int, verify: bool) -> Sample:
+def _retrieve(target: Target, keys: Sequence[bytes], size: int, batch: int, verify: bool, at: int) -> Sample:
     def call(part_keys: Sequence[bytes], places: Spans, _part: slice) -> BlockResults:
         return target.client.retrieve(target.namespace, part_keys, places, verify=verify, timeout_s=CALL_TIMEOUT_S)
 
-    target.damage()
-    sample, ok = target.time_calls(call, keys, target.destination, size, batch)
-    target.check(keys, ok, size)
+    target.damage(len(keys) * size, at)
+    sample, ok = target.time_calls(call, keys, target.destination, size, batch, at)
+    target.check(keys, ok, size, at)
     return sample

@@ -11,11 +11,10 @@ import ctypes
 import os
 import statistics
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from time import perf_counter_ns
 from types import TracebackType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -43,6 +42,9 @@ LIMITS_OF: Final[Mapping[str, tuple[str, ...]]] = {
     "mixed_store": (),
 }
 """Which limits an operation is held against."""
+
+_Move: TypeAlias = Callable[[memoryview, memoryview], float]
+_Transfer: TypeAlias = Callable[[memoryview, int, int, str], float]
 
 
 class _Place(NamedTuple):
@@ -87,24 +89,38 @@ class Limits:
         directions of both connections over these buffers, in as many calls as a round has. Medians of several such
         readings where they are short."""
         calls = self._blocks // batch
-        to, at = target.destination.view, target.source.view
-        moves: dict[str, Callable[[], float]] = {"memmove": lambda: memmove_s(to, at, block_bytes, calls * batch)}
-        for name, congestion in (("socket", ""), ("cubic", "cubic")):
-            pull = partial(self._peer.pull_s, to, block_bytes, batch, congestion)
-            push = partial(self._peer.push_s, at, block_bytes, batch, congestion)
-            moves[f"{name}_pull"] = partial(_summed, pull, calls)
-            moves[f"{name}_push"] = partial(_summed, push, calls)
         moved_bytes = calls * batch * block_bytes
         times = min(_TIMES_MAX, max(1, _READING_BYTES // moved_bytes))
         found: dict[str, float] = {}
-        for name, move in moves.items():
-            place = _Place(name, target.name, block_bytes, batch)
+        for name, move in self._moves(block_bytes, batch, calls).items():
+            seconds: list[float] = []
             before = self._meter.read_s()
-            found[name] = moved_bytes / statistics.median(move() for _ in range(times)) / 1e9
+            for _time in range(times):
+                at = target.next_place(moved_bytes)
+                part = slice(at, at + moved_bytes)
+                seconds.append(move(target.destination.view[part], target.source.view[part]))
             used = {side: s / (moved_bytes * times / 1e9) for side, s in self._meter.since_s(before).items()}
-            self._readings.setdefault(place, []).append(found[name])
-            self._cpu.setdefault(place, []).append(used)
+            found[name] = moved_bytes / statistics.median(seconds) / 1e9
+            reading = _Place(name, target.name, block_bytes, batch)
+            self._readings.setdefault(reading, []).append(found[name])
+            self._cpu.setdefault(reading, []).append(used)
         return found
+
+    def _moves(self, block_bytes: int, batch: int, calls: int) -> dict[str, _Move]:
+        """Each moves a round's blocks to its first memory, or from its second, and says how many seconds it took."""
+        step = batch * block_bytes
+
+        def socket(transfer: _Transfer, congestion: str, memory: memoryview) -> float:
+            return sum(transfer(memory[call * step :], block_bytes, batch, congestion) for call in range(calls))
+
+        pull, push = self._peer.pull_s, self._peer.push_s
+        return {
+            "memmove": lambda to, source: memmove_s(to, source, block_bytes, calls * batch),
+            "socket_pull": lambda to, _source: socket(pull, "", to),
+            "socket_push": lambda _to, source: socket(push, "", source),
+            "cubic_pull": lambda to, _source: socket(pull, "cubic", to),
+            "cubic_push": lambda _to, source: socket(push, "cubic", source),
+        }
 
     def read_disk(self, way: str, block_bytes: int, batch: int) -> dict[str, float]:
         """GB/s; nothing where no directory was given. `way`: "read" or "write"."""
@@ -146,10 +162,6 @@ class Limits:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stack.close()
-
-
-def _summed(transfer: Callable[[], float], calls: int) -> float:
-    return sum(transfer() for _ in range(calls))
 
 
 def memmove_s(destination: memoryview, source: memoryview, block_bytes: int, blocks: int) -> float:

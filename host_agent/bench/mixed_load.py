@@ -96,7 +96,7 @@ class MixedLoad:
         if storing:
             target.fill(keys, self.size)
         else:
-            target.damage()
+            target.damage(len(keys) * self.size)
         call = target.client.store if storing else target.client.retrieve
         places = memory.blocks(np.arange(len(keys)), self.size)
         before = target.cpu.read_s()

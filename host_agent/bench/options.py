@@ -10,11 +10,11 @@ from typing import Any, Final, TypeVar
 import click
 
 from host_agent.bench.settings import OPERATIONS, BenchSettings
-from host_agent.cli_options import SIZE
+from host_agent.cli_options import DURATION, SIZE
 
 F = TypeVar("F", bound=Callable[..., Any])
 REPORT_DIR: Final = Path("bench-report")
-_NAMES: Final = ("block_bytes", "batches", "lookup_batches", "operations", "rounds", "blocks")
+_NAMES: Final = ("block_bytes", "batches", "lookup_batches", "operations", "rounds", "limit_s", "blocks")
 
 
 def bench_options(function: F) -> F:
@@ -34,6 +34,12 @@ def bench_options(function: F) -> F:
             "--case", "operations", type=click.Choice(OPERATIONS), multiple=True, help="What to measure; repeat it."
         ),
         click.option("--rounds", type=click.IntRange(1), help="Of which the median counts."),
+        click.option(
+            "--limit",
+            "limit_s",
+            type=DURATION,
+            help="Where it would take longer, parts have fewer rounds, three at least; 0: never.  [default: 9min]",
+        ),
         click.option("--blocks", type=click.IntRange(1), help="Blocks of one round."),
         click.option("--no-verify", is_flag=True, help="Leave the checksums out of the timed calls."),
         click.option(
@@ -56,7 +62,7 @@ def bench_settings(options: dict[str, Any], **changes: Any) -> BenchSettings:
     """
     base = BenchSettings.quick() if options.pop("quick") else BenchSettings()
     given = {name: options.pop(name) for name in _NAMES}
-    changes |= {name: value for name, value in given.items() if value}
+    changes |= {name: value for name, value in given.items() if value not in ((), None)}
     blocks = changes.get("blocks", base.blocks)
     if "batches" not in changes:  # those of the defaults that such a round has
         changes["batches"] = tuple(batch for batch in base.batches if batch <= blocks) or (blocks,)

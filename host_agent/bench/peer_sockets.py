@@ -168,13 +168,16 @@ def _receive(sock: socket.socket, view: memoryview) -> None:
 
 
 def _serve_tcp(sock: socket.socket, window: memoryview) -> None:
+    """What is pulled and pushed goes round in the window, so that it comes from memory and not from a cache."""
     header = memoryview(bytearray(_REQUEST.size))
+    places = {_PULL: 0, _PUSH: 0}
     while True:
         _receive(sock, header)
         op, block_bytes, blocks = _REQUEST.unpack(header)
         left = block_bytes * blocks
         while left:
-            part = window[: min(left, window.nbytes)]
+            part = window[places[op] : places[op] + left]
+            places[op] = (places[op] + part.nbytes) % window.nbytes
             left -= part.nbytes
             if op == _PULL:
                 sock.sendall(part)

@@ -7,6 +7,7 @@ From the report's JSON alone; a column of panels for each target, a row for each
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -43,7 +44,12 @@ def draw_pictures(document: Mapping[str, Any], directory: Path, suffix: str = ".
         for name, y_label, lines, title in (
             ("throughput", "GB/s", _throughput, f"Throughput against block size ({note})"),
             ("latency", "ms a call", _latency, "Latency of a call against block size (lines: p50; dashed: p99)"),
-            ("processor", "s for each GB", _processor, "Processor time, both sides together, against block size"),
+            (
+                "processor",
+                "s for each GB",
+                partial(_processor, document["limits"]),
+                "Processor time, both sides together, against block size (dashed: limits)",
+            ),
         ):
             panels = [
                 Panel(f"{text}, {target}", lines(part))
@@ -99,19 +105,34 @@ def _latency(cells: Sequence[Mapping[str, Any]]) -> list[Line]:
     ]
 
 
-def _processor(cells: Sequence[Mapping[str, Any]]) -> list[Line]:
-    return [
+def _processor(limits: Sequence[Mapping[str, Any]], cells: Sequence[Mapping[str, Any]]) -> list[Line]:
+    batches = _batches(cells)
+    lines = [
         Line(
             f"batch {batch}",
             {
-                c["block_bytes"]: sum(figures["median"] for figures in c["cpu_s_per_unit"].values())
+                c["block_bytes"]: _total(c["cpu_s_per_unit"])
                 for c in cells
                 if c["batch"] == batch and c["cpu_s_per_unit"]
             },
             colour,
         )
-        for colour, batch in enumerate(_batches(cells))
+        for colour, batch in enumerate(batches)
     ]
+    middle, target = batches[len(batches) // 2], cells[0]["target"]
+    for limit, (label, colour) in _ONE_LINE_LIMITS.items():
+        points = {
+            row["block_bytes"]: _total(row["cpu_s_per_gb"])
+            for row in limits
+            if (row["name"], row["target"], row["batch"]) == (limit, target, middle) and limit in cells[0]["of"]
+        }
+        if points:
+            lines.append(Line(f"{label} (batch {middle})", points, colour, dashed=True))
+    return lines
+
+
+def _total(sides: Mapping[str, Mapping[str, float]]) -> float:
+    return sum(figures["median"] for figures in sides.values())
 
 
 def _draw_lookups(path: Path, cells: Sequence[Mapping[str, Any]], targets: Sequence[str]) -> None:

@@ -61,7 +61,9 @@ def draw(path: Path, title: str, panels: Sequence[Panel], axes: Axes, columns: i
     from matplotlib.figure import Figure
 
     rows = -(-len(panels) // columns)
-    with matplotlib.rc_context({"svg.hashsalt": "entresol", "font.size": 8, "axes.titlesize": 9}):
+    with matplotlib.rc_context(
+        {"svg.hashsalt": "entresol", "svg.fonttype": "none", "font.size": 8, "axes.titlesize": 9}
+    ):
         figure = Figure(figsize=(_PANEL_INCHES[0] * columns, _PANEL_INCHES[1] * rows + 0.9), layout="constrained")
         FigureCanvasAgg(figure)
         grid = figure.subplots(rows, columns, sharex=True, sharey=axes.y_shared, squeeze=False)
@@ -86,7 +88,7 @@ def draw(path: Path, title: str, panels: Sequence[Panel], axes: Axes, columns: i
 
 def _draw_panel(place: Any, panel: Panel, axes: Axes, labels: dict[str, Any]) -> None:
     """One set of axes; each label that is new joins the legend."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     place.set_title(panel.title)
     place.set_xscale("log", base=2)
@@ -109,5 +111,5 @@ def _draw_panel(place: Any, panel: Panel, axes: Axes, labels: dict[str, Any]) ->
     place.xaxis.set_minor_locator(NullLocator())
     place.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     place.yaxis.set_major_formatter(FuncFormatter(lambda value, _place: f"{value:g}"))
-    place.yaxis.set_minor_formatter(NullFormatter())
+    place.yaxis.set_minor_locator(NullLocator())
     place.grid(True, which="major", alpha=0.3, linewidth=0.5)

@@ -13,7 +13,7 @@ from typing import Any, Final
 from rich.console import Console
 
 from common.errors import UserError
-from common.units import format_size
+from common.units import format_duration, format_size
 from host_agent.bench import environment, plots
 from host_agent.bench.limits import LIMITS_OF
 from host_agent.bench.measurements import MILLION_KEYS
@@ -106,6 +106,13 @@ def _sentences(document: Mapping[str, Any]) -> Iterator[str]:
     yield f"verification: {document['verification']}; every round has keys that were never used before"
     yield f"page cache: {document.get('page_cache', 'the pod decides; regions open their flash with O_DIRECT')}"
     yield from (f"{name}: {text}" for name, text in methods.items())
+    if document["parts_shortened"]:
+        yield (
+            f"{document['parts_shortened']} parts had fewer rounds than {document['settings']['rounds']}, three at "
+            f"least, since all would have taken longer than {format_duration(document['settings']['limit_s'])}"
+        )
+    if "pod" in document:
+        yield "each pod: " + ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in document["pod"].items())
     yield (
         f"other work on this machine took {document['other_work_share']:.0%} of its processors during the run (a "
         "hypervisor's included)"

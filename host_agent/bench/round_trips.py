@@ -63,7 +63,7 @@ class SmallBlocks:
                 target.namespace, keys, place, verify=self._verify, timeout_s=CALL_TIMEOUT_S
             ).all_ok
 
-        target.damage()
+        target.damage(SMALL_BYTES)
         sample = self._time(call, self._calls / 1e6)
         target.check(keys, np.ones(1, np.bool_), SMALL_BYTES)
         return sample

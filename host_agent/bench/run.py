@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias
+from time import monotonic
+from typing import Any, Final, TypeAlias
 
 from common.units import format_size
 from host_agent.bench.bulk_cases import STAGED_CASES, ColdBlocks, FreshBlocks, touch_windows
@@ -17,12 +18,17 @@ from host_agent.bench.cpu_time import OtherWork
 from host_agent.bench.limits import LIMITS_OF, Limits
 from host_agent.bench.measurements import MILLION_KEYS, Cell, Sample
 from host_agent.bench.mixed_load import MixedLoad
+from host_agent.bench.pace import Pace
 from host_agent.bench.round_trips import SMALL_BYTES, SmallBlocks
 from host_agent.bench.settings import BenchSettings
 from host_agent.bench.target import Target, require_sizes
 
 Readings: TypeAlias = dict[str, dict[str, float]]
 """Limits of one round by target."""
+
+_WEIGHT_BYTES: Final = 128 << 20
+_CALLS_WEIGHT, _COLD_SHARE, _TRIPS_WEIGHT, _MIXED_WEIGHT = 1.0, 0.5, 1.0, 3.0
+"""Weights for `Pace`: one is a round's fixed part, as long as 128 MiB take to be stored, loaded and checked."""
 
 
 class Bench:
@@ -42,10 +48,11 @@ class Bench:
         """Measure everything. What was stored is deleted, also on the way out of an error. For JSON."""
         settings = self._settings
         other_work = OtherWork([target.cpu for target in self._targets])
+        self._pace = Pace(self._weight(), settings.limit_s, monotonic)
         with Limits(settings.blocks, settings.flash_dir, settings.fio_s) as limits:
             self._warm(max(settings.block_bytes))
             for size in settings.block_bytes:
-                with self._memory(size * settings.blocks):
+                with self._memory(max(settings.memory_bytes, size * settings.blocks)):
                     self._staged(limits, size)
                     if "retrieve_cold" in settings.operations:
                         self._cold(limits, size)
@@ -56,6 +63,7 @@ class Bench:
             rows, methods = limits.rows(), limits.methods()
         return {
             "settings": _plain(settings),
+            "parts_shortened": self._pace.shortened,
             "other_work_share": other_work.share(),
             "verification": verification_text(settings.verify),
             "too_large_bytes": self._too_large,
@@ -64,6 +72,18 @@ class Bench:
             "limits": rows,
             "cells": [cell.as_dict() for cell in self._cells.values()],
         }
+
+    def _weight(self) -> float:
+        """Of all that will be run."""
+        settings = self._settings
+        wanted = set(settings.operations)
+        weight = 0.0
+        for size in settings.block_bytes:
+            if wanted & set(STAGED_CASES):
+                weight += sum(_staged_weight(settings, size, batch) for batch in settings.batches)
+            weight += _cold_weight(settings, size) if "retrieve_cold" in wanted else 0.0
+        weight += _TRIPS_WEIGHT if wanted & {"lookup", "retrieve_small"} else 0.0
+        return weight + (_MIXED_WEIGHT if "mixed" in wanted and settings.may_evict else 0.0)
 
     def _warm(self, size: int) -> None:
         """Every frame touched once, so that no timed call is the first to use a page of a window."""
@@ -78,7 +98,7 @@ class Bench:
         operations = [name for name in STAGED_CASES if name in settings.operations]
         for batch in settings.batches if operations else ():
             self._told(f"{format_size(size)}, batch {batch}")
-            for number in range(settings.rounds):
+            for number in self._pace.rounds(settings.rounds, _staged_weight(settings, size, batch)):
                 samples: dict[tuple[str, str], Sample] = {}
 
                 def measure(target: Target, samples: Any = samples, batch: int = batch) -> None:
@@ -107,7 +127,7 @@ class Bench:
             for name, blocks in cold.items():
                 for batch in settings.batches:
                     self._cell(name, "retrieve_cold", size, batch).note = blocks.problem
-            for number in range(settings.rounds):
+            for number in self._pace.rounds(settings.rounds, _cold_weight(settings, size)):
                 for batch in settings.batches:
                     samples: dict[str, Sample] = {}
 
@@ -133,7 +153,7 @@ class Bench:
                 target.name: stack.enter_context(SmallBlocks(target, count, settings.small_calls, settings.verify))
                 for target in self._targets
             }
-            for number in range(settings.rounds):
+            for number in self._pace.rounds(settings.rounds, _TRIPS_WEIGHT):
                 samples: list[tuple[Target, str, int, Sample]] = []
 
                 def measure(target: Target, samples: Any = samples) -> None:
@@ -176,7 +196,7 @@ class Bench:
                 self._add(target.name, "mixed_retrieve", size, batch, retrieved, {})
                 self._add(target.name, "mixed_store", size, batch, stored, {})
 
-            for number in range(settings.rounds):
+            for number in self._pace.rounds(settings.rounds, _MIXED_WEIGHT):
                 self._in_turn(number, measure, dict)
 
     def _in_turn(self, number: int, measure: Callable[[Target], None], read: Callable[[], Readings]) -> Readings:
@@ -205,6 +225,14 @@ class Bench:
     def _cell(self, target: str, operation: str, size: int, batch: int) -> Cell:
         """Of the target of that name; made when it is first asked for."""
         return self._cells.setdefault((operation, target, size, batch), Cell(target, operation, size, batch))
+
+
+def _staged_weight(settings: BenchSettings, size: int, batch: int) -> float:
+    return _CALLS_WEIGHT + settings.passes(size, batch) * size * settings.blocks / _WEIGHT_BYTES
+
+
+def _cold_weight(settings: BenchSettings, size: int) -> float:
+    return len(settings.batches) * (_CALLS_WEIGHT + size * settings.blocks / _WEIGHT_BYTES) * _COLD_SHARE
 
 
 def verification_text(inside: bool) -> str:

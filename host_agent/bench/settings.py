@@ -34,6 +34,8 @@ class BenchSettings:
     batches: tuple[int, ...] = (1, 16, 128)
     lookup_batches: tuple[int, ...] = (1, 16, 128, 512)
     rounds: int = 5
+    limit_s: float = 540.0
+    """Parts have fewer rounds, three at least, where all would take longer; 0: all rounds, however long."""
     blocks: int = 128
     """Of one round: a batch of 16 means 8 calls."""
     operations: tuple[str, ...] = OPERATIONS
@@ -43,6 +45,8 @@ class BenchSettings:
     mixed_batch: int = 16
     mixed_calls: int = 48
     """Of one round."""
+    memory_bytes: int = 128 << 20
+    """Of each buffer, at least: rounds of small blocks go round in it, past the processor's caches."""
     fio_s: float = 0.5
     """How long each reading of the disk lasts."""
     verify: bool = True
@@ -69,6 +73,7 @@ class BenchSettings:
             small_calls=16,
             mixed_block_bytes=64 << 10,
             mixed_calls=8,
+            memory_bytes=16 << 20,
             fio_s=0.1,
         )
 

@@ -50,6 +50,7 @@ class Target:
         self.wrong: list[str] = []
         """Blocks that came back with other bytes than were stored, in words."""
         self._pattern = BlockPattern(block_bytes_max)
+        self._next = 0
 
     @property
     def slot_bytes(self) -> int:
@@ -59,23 +60,32 @@ class Target:
     @contextlib.contextmanager
     def memory(self, length_bytes: int) -> Iterator[None]:
         """`source` and `destination` of that size, of the fabric's own memory."""
+        self._next = 0
         with self.client.allocate(length_bytes) as self.source, self.client.allocate(length_bytes) as self.destination:
             yield
 
-    def fill(self, keys: Sequence[bytes], size: int) -> None:
-        """Write the contents of each key to its place in `source`."""
-        for place, key in enumerate(keys):
-            self._pattern.fill(key, self.source.view[place * size : (place + 1) * size])
+    def next_place(self, length_bytes: int) -> int:
+        """The offset in both buffers at which the next round has its blocks: they go round, so that no round finds
+        what the one before left in the processor's caches."""
+        place = self._next if self._next + length_bytes <= self.source.length_bytes else 0
+        self._next = place + length_bytes
+        return place
 
-    def damage(self) -> None:
+    def fill(self, keys: Sequence[bytes], size: int, at: int = 0) -> None:
+        """Write the contents of the keys to `source`, one after the other from offset `at`."""
+        for start, key in zip(range(at, at + len(keys) * size, size), keys):
+            self._pattern.fill(key, self.source.view[start : start + size])
+
+    def damage(self, length_bytes: int, at: int = 0) -> None:
         """So that what is in `destination` from before does not pass for what is loaded next."""
-        self.destination.array(np.uint64)[::_DAMAGE_STEP_WORDS] ^= np.uint64(0x5A5A5A5A5A5A5A5A)
+        words = self.destination.array(np.uint64)[at // 8 : (at + length_bytes) // 8]
+        words[::_DAMAGE_STEP_WORDS] ^= np.uint64(0x5A5A5A5A5A5A5A5A)
 
-    def check(self, keys: Sequence[bytes], ok: Bools, size: int) -> None:
-        """Compare every byte of the blocks in `destination` that were answered OK."""
+    def check(self, keys: Sequence[bytes], ok: Bools, size: int, at: int = 0) -> None:
+        """Compare every byte of the blocks in `destination`, from offset `at`, that were answered OK."""
         for place in np.flatnonzero(ok).tolist():
-            key = keys[place]
-            offset = self._pattern.first_mismatch(key, self.destination.view[place * size : (place + 1) * size])
+            key, start = keys[place], at + place * size
+            offset = self._pattern.first_mismatch(key, self.destination.view[start : start + size])
             if offset is not None:
                 self.wrong.append(f"{self.name}: block {key.hex()} of {size} bytes differs at byte {offset}")
 
@@ -118,11 +128,13 @@ class Target:
         memory: RegisteredMemory,
         size: int,
         batch: int,
+        at: int,
     ) -> tuple[Sample, Bools]:
-        """`call` for each batch of `keys` and their places in `memory`, timed each by itself; the processor time of
-        both sides is that of all of them. Blocks that did not succeed count no bytes, and are said."""
+        """`call` for each batch of `keys` and their places in `memory`, from offset `at`, timed each by itself; the
+        processor time of both sides is that of all of them. Blocks that did not succeed count no bytes, and are
+        said."""
         parts = [slice(start, min(start + batch, len(keys))) for start in range(0, len(keys), batch)]
-        work = [(keys[part], memory.blocks(np.arange(part.start, part.stop), size), part) for part in parts]
+        work = [(keys[part], memory.spans(at + np.arange(part.start, part.stop) * size, size), part) for part in parts]
         answers: list[BlockResults] = []
         sample = Sample()
         before = self.cpu.read_s()

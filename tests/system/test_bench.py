@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,6 +51,7 @@ def _quick(place: Place, **changes: object) -> BenchSettings:
         "mixed_block_bytes": SIZE,
         "mixed_batch": 8,
         "mixed_calls": 12,
+        "memory_bytes": 16 * SIZE,
         "flash_dir": place.flash_dir,
         "may_evict": True,
         **changes,
@@ -129,7 +132,7 @@ def test_a_wrong_byte_is_found(place: Place, monkeypatch: pytest.MonkeyPatch) ->
 
         def dishonest(namespace: object, keys: object, memory: Spans, **options: object) -> object:
             results = honest(namespace, keys, memory, **options)
-            target.destination.view[3 * SIZE + 5] ^= 1
+            target.client.core.memories.resolve(memory).pieces(3)[0][5] ^= 1
             return results
 
         monkeypatch.setattr(target.client, "retrieve", dishonest)
@@ -179,3 +182,28 @@ def test_the_command_writes_a_report_with_goals(place: Place, tmp_path: Path) ->
     assert outcomes["index-memory"] != "not measured"
     assert "## Goals" in (out / "report.md").read_text()
     assert place.left() == []
+
+
+def test_any_pod_that_is_up_can_be_measured(place: Place, tmp_path: Path) -> None:
+    pod = Pod.up(
+        bench_pod(PodSettings(dpus=1, regions=1, run_dir=place.run_dir, flash_dir=place.flash_dir), _quick(place))
+    )
+    try:
+        words = ["--quick", "--block", "64KiB", "--batch", "2", "--blocks", "4", "--rounds", "1"]
+        words += ["--case", "store_staged", "--case", "lookup"]
+        command = [sys.executable, "-m", "host_agent.cli", "--config", str(pod.state.agent_config), "bench", *words]
+        done = subprocess.run(
+            [*command, "--lookup-batch", "2", "--out", str(tmp_path / "out")],
+            capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+    finally:
+        pod.down()
+    assert done.returncode == 0, done.stderr
+    assert "STORE staged" in done.stdout
+    document = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert {(cell["target"], cell["operation"]) for cell in document["cells"]} == {
+        ("pod", "store_staged"),
+        ("pod", "lookup"),
+    }
+    assert "dpu" not in document["cells"][0]["cpu_s_per_unit"], "whose processes they are is not known"
+    assert document["limit_methods"]["disk"].startswith("not measured")

@@ -29,10 +29,12 @@ def _settings(*arguments: str) -> BenchSettings:
 
 
 def test_options_change_what_they_name() -> None:
-    words = "--block 64KiB --block 1MiB --batch 4 --case lookup --rounds 3 --blocks 8 --no-verify --lookup-batch 2"
+    words = "--block 64KiB --block 1MiB --batch 4 --lookup-batch 2 --case lookup --rounds 3 --blocks 8"
+    words += " --no-verify --limit 0"
     settings = _settings(*words.split())
     assert (settings.block_bytes, settings.batches, settings.operations) == ((64 << 10, 1 << 20), (4,), ("lookup",))
     assert (settings.rounds, settings.blocks, settings.verify, settings.lookup_batches) == (3, 8, False, (2,))
+    assert settings.limit_s == 0
     assert _settings("--blocks", "20").batches == (1, 16), "only batches that a round has"
     assert _settings() == BenchSettings(flash_dir=Path("bench-report"))
 
