@@ -117,9 +117,9 @@ class ScaleSettings:
     def quick(cls) -> ScaleSettings:
         """In seconds, for tests and to see that it works; too little for figures."""
         grid = SampleGrid(
-            (4 << 10, 64 << 10),
-            (1, 8, 32),
-            (1, 64),
+            block_bytes=(4 << 10, 64 << 10),
+            batches=(1, 8, 32),
+            lookup_batches=(1, 16, 64, 256),
             frames=64,
             cold_blocks=128,
             cold_batch_max=8,
