@@ -40,6 +40,9 @@ from dpu_app.worker_channel import ChannelClosedError, Message, WorkerEnd
 NS_PER_S = 1_000_000_000
 TURNS_PER_LOOK = 16
 """While connections are being polled, the other descriptors are looked at once in so many turns of the loop."""
+TURN_CAPSULE_BYTES = 4096
+"""Of the capsules that an agent has sent ahead, those taken in one turn of the loop, one at least: it goes to the next
+agent after a large batch or a good number of small ones."""
 STOP_DRAIN_S = 10.0
 """A stop without a drain before it flushes for at most so long."""
 _LOG = logging.getLogger(__name__)
@@ -106,6 +109,8 @@ class RegionServer:
         self._unsettled: set[int] = set()
         """Connections to look at in this turn of the loop: each promises to wake it only once polled empty."""
         self._busy_poll = busy_poll
+        self._left: dict[int, list[memoryview]] = {}
+        """Capsules that wait for a later turn, by connection."""
         self._turns_to_look = 0
         self._next_connection = 0
         self._draining = False
@@ -236,7 +241,8 @@ class RegionServer:
                     self._drop(connection_id, "a transfer failed")
             if first and completing:
                 for connection_id in sorted(completing):  # a transfer may be through already
-                    self._poll_peer(connection_id, now_ns)
+                    if connection_id not in self._left:
+                        self._poll_peer(connection_id, now_ns)
             first = False
 
     def _post(self, fabric: list[Posting]) -> set[int] | None:
@@ -327,6 +333,9 @@ class RegionServer:
         peer = self._peers.get(connection_id)
         if peer is None:
             return
+        if connection_id in self._left:
+            self._receive(connection_id, self._left.pop(connection_id))
+            return
         engine = self._engine
         looking = self._busy_poll.goes_on(now_ns)
         while True:
@@ -344,8 +353,7 @@ class RegionServer:
                 engine.on_fabric(connection_id, work)
             if capsules:
                 self._busy_poll.served(now_ns)
-                for capsule in capsules:
-                    engine.receive(connection_id, capsule)
+                self._receive(connection_id, capsules)
             if work or capsules:
                 self._unsettled.add(connection_id)  # whether there is more, the next turn sees
                 return
@@ -356,11 +364,22 @@ class RegionServer:
         else:
             self._unsettled.discard(connection_id)
 
+    def _receive(self, connection_id: int, capsules: list[memoryview]) -> None:
+        """In order; those beyond this turn's share are left to the next."""
+        taken_bytes = 0
+        for at, capsule in enumerate(capsules):
+            taken_bytes += len(capsule)
+            if at and taken_bytes > TURN_CAPSULE_BYTES:
+                self._left[connection_id] = capsules[at:]
+                return
+            self._engine.receive(connection_id, capsule)
+
     def _drop(self, connection_id: int, reason: str = "") -> None:
         peer = self._peers.get(connection_id)
         if peer is None:
             return
         self._unsettled.discard(connection_id)
+        self._left.pop(connection_id, None)
         self._epoll.unregister(peer.fileno())
         del self._peer_by_fd[peer.fileno()]
         peer.close()

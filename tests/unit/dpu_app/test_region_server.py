@@ -212,7 +212,7 @@ class Rig:
         self.world.flash.submit(requests)
         self.flash.set()
 
-    def connect(self) -> AgentConnection:
+    def connect(self, session_id: int = 9) -> AgentConnection:
         connection = AgentConnection(self.world)
 
         def accept(pd: Any, limits: Any, recvs: Any, private_data: bytes) -> AgentConnection:
@@ -220,7 +220,7 @@ class Rig:
             connection.post_recv(recvs)
             return connection
 
-        request = SimpleNamespace(private_data=CONNECT_DATA.pack(9, TOKEN), peer="agent", accept=accept)
+        request = SimpleNamespace(private_data=CONNECT_DATA.pack(session_id, TOKEN), peer="agent", accept=accept)
         self.requests.append(request)
         self.listener.set()
         return connection
@@ -315,6 +315,51 @@ def test_a_connection_that_breaks_under_a_waiting_answer_ends_alone(rig: Rig) ->
     rig.turn(2)
     assert not rig.peers
     assert "connection_lost" in rig.channel.events
+
+
+def test_large_batches_sent_ahead_are_taken_in_turn_with_other_agents(rig: Rig) -> None:
+    """An agent with several large batches outstanding has one of them served a turn, and all of them in order."""
+    greedy = rig.connect()
+    rig.turn(2)
+    opening = {"session_id": 10, "token": TOKEN.hex(), "tenant": "t", "namespaces": []}
+    rig.channel.say({"id": 2, "method": "session_open", "params": opening})
+    rig.turn()
+    modest = rig.connect(session_id=10)
+    rig.turn(2)
+    many = [key(i) for i in range(400)]
+    for _ in range(2 * CREDITS):
+        greedy.ask(Op.LOOKUP, rig.world.key_entries(many))
+    modest.ask(Op.STAT, np.zeros(1, wire.EMPTY_ENTRY))
+    rig.turn()
+    assert (len(greedy.answers), len(modest.answers)) == (1, 1)
+    rig.turn(2 * CREDITS + 2)
+    assert [answer.request_id for answer in greedy.answers] == list(range(1, 2 * CREDITS + 1))
+    assert all(answer.aux == len(KEYS) for answer in greedy.answers)
+
+
+def test_small_requests_sent_ahead_are_taken_in_one_turn(rig: Rig) -> None:
+    agent = rig.connect()
+    rig.turn(2)
+    for _ in range(CREDITS):
+        agent.ask(Op.LOOKUP, rig.world.key_entries(KEYS))
+    rig.turn()
+    assert len(agent.answers) == CREDITS
+
+
+def test_an_agent_that_goes_while_its_batches_wait_ends_alone(rig: Rig) -> None:
+    agent = rig.connect()
+    rig.turn(2)
+    for _ in range(CREDITS):
+        agent.ask(Op.LOOKUP, rig.world.key_entries([key(i) for i in range(400)]))
+    rig.turn()
+    agent.fail_posts = True
+    rig.turn(3)
+    assert not rig.peers
+    again = rig.connect()
+    rig.turn(2)
+    again.ask(Op.LOOKUP, rig.world.key_entries(KEYS))
+    rig.turn(2)
+    assert again.answers[0].aux == len(KEYS)
 
 
 def test_an_agent_for_which_there_is_no_memory_is_told(rig: Rig) -> None:
