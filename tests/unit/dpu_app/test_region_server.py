@@ -21,7 +21,7 @@ from doca_shims.api import Completion, ConnectionState, Opcode, RecvRequest, Sen
 from dpu_app.busy_poll import BusyPoll
 from dpu_app.flash.anonymous_memory import AnonymousMemory
 from dpu_app.peer import Peer
-from dpu_app.region_server import RegionFacts, RegionServer
+from dpu_app.region_server import SHARED_NS, TURNS_PER_LOOK, RegionFacts, RegionServer
 from dpu_app.worker_channel import ChannelClosedError, Message
 from tests.unit.dpu_app.regions.engine_world import SLOT_BYTES, World, content, key, statuses
 
@@ -318,7 +318,8 @@ def test_a_connection_that_breaks_under_a_waiting_answer_ends_alone(rig: Rig) ->
 
 
 def test_large_batches_sent_ahead_are_taken_in_turn_with_other_agents(rig: Rig) -> None:
-    """An agent with several large batches outstanding has one of them served a turn, and all of them in order."""
+    """An agent with several large batches outstanding has one of them served a turn, and all of them in order, unless
+    nobody else has asked for a while."""
     greedy = rig.connect()
     rig.turn(2)
     opening = {"session_id": 10, "token": TOKEN.hex(), "tenant": "t", "namespaces": []}
@@ -326,6 +327,11 @@ def test_large_batches_sent_ahead_are_taken_in_turn_with_other_agents(rig: Rig) 
     rig.turn()
     modest = rig.connect(session_id=10)
     rig.turn(2)
+    for agent in (greedy, modest):
+        agent.ask(Op.STAT, np.zeros(1, wire.EMPTY_ENTRY))
+        rig.turn(2 * TURNS_PER_LOOK)
+        assert len(agent.answers) == 1
+        agent.answers.clear()
     many = [key(i) for i in range(400)]
     for _ in range(2 * CREDITS):
         greedy.ask(Op.LOOKUP, rig.world.key_entries(many))
@@ -333,8 +339,14 @@ def test_large_batches_sent_ahead_are_taken_in_turn_with_other_agents(rig: Rig) 
     rig.turn()
     assert (len(greedy.answers), len(modest.answers)) == (1, 1)
     rig.turn(2 * CREDITS + 2)
-    assert [answer.request_id for answer in greedy.answers] == list(range(1, 2 * CREDITS + 1))
+    assert [answer.request_id for answer in greedy.answers] == list(range(2, 2 * CREDITS + 2))
     assert all(answer.aux == len(KEYS) for answer in greedy.answers)
+    rig.world.clock.now_ns += SHARED_NS
+    greedy.answers.clear()
+    for _ in range(CREDITS):
+        greedy.ask(Op.LOOKUP, rig.world.key_entries(many))
+    rig.turn()
+    assert len(greedy.answers) == CREDITS, "alone again"
 
 
 def test_small_requests_sent_ahead_are_taken_in_one_turn(rig: Rig) -> None:
@@ -349,9 +361,11 @@ def test_small_requests_sent_ahead_are_taken_in_one_turn(rig: Rig) -> None:
 def test_an_agent_that_goes_while_its_batches_wait_ends_alone(rig: Rig) -> None:
     agent = rig.connect()
     rig.turn(2)
+    vars(rig.server)["_shared_until_ns"] = rig.world.clock.now_ns + SHARED_NS
     for _ in range(CREDITS):
         agent.ask(Op.LOOKUP, rig.world.key_entries([key(i) for i in range(400)]))
     rig.turn()
+    assert len(agent.answers) == 1
     agent.fail_posts = True
     rig.turn(3)
     assert not rig.peers
