@@ -62,6 +62,8 @@ class LoadRunner:
         self._destination = client.allocate(load.batch_bytes)
         self._keys: list[list[bytes]] = [_fresh_keys(load.batch) for _ in range(load.working_batches + 1)]
         self._spare = load.working_batches
+        self._deck: list[str] = []
+        """Calls to come: shuffled, but as many of each as the weights say, so that no agent has the longer ones."""
         self.statuses: Counter[str] = Counter()
         self.wrong: list[str] = []
 
@@ -96,7 +98,10 @@ class LoadRunner:
 
     def call(self) -> tuple[str, float, float, int]:
         """One call: the operation, its seconds, processor seconds of what surrounds it, blocks that succeeded."""
-        operation = self._random.choices(OPERATIONS, self.load.weights)[0]
+        if not self._deck:
+            self._deck = [name for name, count in zip(OPERATIONS, self.load.weights) for _ in range(count)]
+            self._random.shuffle(self._deck)
+        operation = self._deck.pop()
         cpu_s = thread_time()
         if operation == "retrieve":
             seconds, within_s, blocks = self._call_retrieve()

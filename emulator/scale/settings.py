@@ -25,7 +25,7 @@ _SPREAD: Final = 4
 
 @dataclass(frozen=True)
 class Load:
-    """What one agent does in a closed loop: one call after another, each a batch, picked at random by `weights`.
+    """What one agent does in a closed loop: one call after another, each a batch, in random order by `weights`.
 
     RETRIEVE takes one of `working_batches` batches that the agent stored, STORE puts a fresh batch in the place of the
     oldest of them, LOOKUP asks for `lookup_batch` of their keys.
@@ -37,7 +37,7 @@ class Load:
     lookup_batch: int = 128
     working_batches: int = 4
     weights: tuple[int, int, int] = (80, 8, 12)
-    """Of `OPERATIONS`: how many calls in a hundred."""
+    """Of `OPERATIONS`: how many calls of their sum, exactly."""
 
     def __post_init__(self) -> None:
         if self.block_bytes < 4096 or self.block_bytes % 4096:
