@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 BENCH_STAMP := $(VENV)/.installed-bench
 
 .DEFAULT_GOAL := help
-.PHONY: help apt apt-bench venv lint type test proto proto-check demo bench clean apt-peers bench-peers bench-latency bench-scale
+.PHONY: help apt apt-bench venv lint type test proto proto-check demo bench clean apt-peers bench-peers bench-latency bench-scale bench-large
 
 help: ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,11 +54,14 @@ demo: $(RUN_STAMP) ## the main job end to end in the emulator; options in DEMO, 
 bench: $(BENCH_STAMP) ## every operation beside the machine's limits, a report in bench-report/; options in BENCH, as BENCH=--quick
 	$(BIN)/entresol-emu bench $(BENCH)
 
+bench-scale: $(RUN_STAMP) ## one to eight workers, one to eight agents, a report in scale-report/; options in SCALE
+	$(BIN)/entresol-emu bench-scale $(SCALE)
+
+bench-large: $(RUN_STAMP) ## a region of 50 million slots, a report in scale-report/; options in LARGE, as LARGE=--quick
+	$(BIN)/entresol-emu bench-large $(LARGE)
+
 bench-latency: $(BENCH_STAMP) ## latency idle and beside stores, and the workers' pauses; options in BENCH, as BENCH=--quick
 	$(BIN)/entresol-emu bench-latency $(BENCH)
-
-bench-scale: $(RUN_STAMP) ## one to eight workers under one to eight agents; options in SCALE, as SCALE=--quick
-	$(BIN)/entresol-emu bench-scale $(SCALE)
 
 apt-bench: ## install fio from Debian's or Ubuntu's packages (as root), for the disk's limit in make bench
 	apt-get update -qq

@@ -257,6 +257,23 @@ def bench(
 main.add_command(bench_peers)
 
 
+@main.command("bench-scale")
+@pod_options
+@scale_cli.scale_options
+@click.pass_context
+def bench_scale(ctx: click.Context, /, config_path: Path | None, **options: Any) -> None:
+    """One to eight region workers under one to eight agents: throughput, fairness, latency, processor time."""
+    of_pod = {name: options.pop(name) for name in ("fabric", "flash_driver", "eviction", "flash_dir", "run_dir")}
+    for name in ("dpus", "regions"):
+        if options.pop(name) is not None:
+            raise UserError(f"--{name}: a pod of one DPU is measured for each of --workers")
+    scale_cli.run(ctx, settings_from(config_path, of_pod), ended_by_signals, **options)
+
+
+main.add_command(scale_cli.bench_large)
+main.add_command(scale_cli.cost_model)
+
+
 @main.command("bench-latency")
 @pod_options
 @click.option("--quick", is_flag=True, help="A few hundred requests: to see that it works, not for figures.")
@@ -301,22 +318,6 @@ def bench_latency(
 
 
 main.add_command(bench_profile)
-
-
-@main.command("bench-scale")
-@pod_options
-@scale_cli.scale_options
-@click.pass_context
-def bench_scale(ctx: click.Context, /, config_path: Path | None, **options: Any) -> None:
-    """One to eight region workers under one to eight agents: throughput, fairness, latency, processor time."""
-    of_pod = {name: options.pop(name) for name in ("fabric", "flash_driver", "eviction", "flash_dir", "run_dir")}
-    for name in ("dpus", "regions"):
-        if options.pop(name) is not None:
-            raise UserError(f"--{name}: a pod of one DPU is measured for each of --workers")
-    scale_cli.run(ctx, settings_from(config_path, of_pod), ended_by_signals, **options)
-
-
-main.add_command(scale_cli.cost_model)
 
 
 @main.command("version")

@@ -1,4 +1,4 @@
-/* The inner loop of opening a region: slot-table entries into the index's columns and hash, one pass in cache.
+/* The inner loops of opening a region: slot-table entries into the index's columns, and from there into its hash.
  *
  * Optional: dpu_app/regions/native_load.py uses it where it was built, and table_reader.py with bulk_load.py do the
  * same in numpy where it was not, under the same tests. It handles chunks in which every entry is unused or valid,
@@ -34,9 +34,9 @@ struct context {
     int64_t *totals;
 };
 
-/* What a call adds up: slots filled, newest generation, homeless slots written. */
+/* What the first half says: slots filled, newest generation. */
 struct outcome {
-    uint64_t used, newest_generation, homeless;
+    uint64_t used, newest_generation;
 };
 
 static uint32_t entry_check(const uint64_t *words, uint64_t slot, uint64_t salt)
@@ -129,13 +129,11 @@ static void prefetch(const struct context *c, uint64_t hashed)
     __builtin_prefetch(c->cells + bucket * LANES, 1);
 }
 
-/* One chunk of at most CHUNK_MAX entries. 0, and nothing is changed, unless every entry is unused or plain.
- * `homeless` has room for `count`. */
-int entresol_load_chunk(const struct context *c, const uint64_t *words, uint64_t count, uint64_t first_slot,
-                        int64_t *homeless, struct outcome *out)
+/* First half: one chunk of at most CHUNK_MAX entries into the columns. 0, and nothing is changed, unless every entry is
+ * unused or plain. `slots` and `hashes` have room for `count`, and take the slots filled and the hashes of their keys. */
+int entresol_load_columns(const struct context *c, const uint64_t *words, uint64_t count, uint64_t first_slot,
+                          uint32_t *slots, uint64_t *hashes, struct outcome *out)
 {
-    uint64_t hashes[CHUNK_MAX];
-    uint32_t slots[CHUNK_MAX];
     uint64_t used = 0;
     if (count > CHUNK_MAX)
         return 0;
@@ -155,8 +153,18 @@ int entresol_load_chunk(const struct context *c, const uint64_t *words, uint64_t
         slots[used] = (uint32_t)(first_slot + i);
         hashes[used++] = key_hash(c, entry[0], entry[1], namespace_id);
     }
-    for (uint64_t i = 0; i < used; i++) {
-        if (i + AHEAD < used)
+    out->used = used;
+    return 1;
+}
+
+/* Second half: `count` slots whose columns are filled, into the hash. How many were put into `homeless`, which has room
+ * for all of them, instead. May run beside the first half of later slots: those are not in the hash yet. */
+uint64_t entresol_load_hash(const struct context *c, const uint32_t *slots, const uint64_t *hashes, uint64_t count,
+                            int64_t *homeless)
+{
+    uint64_t left = 0;
+    for (uint64_t i = 0; i < count; i++) {
+        if (i + AHEAD < count)
             prefetch(c, hashes[i + AHEAD]);
         uint64_t hashed = hashes[i];
         uint8_t tag = (uint8_t)(hashed * 0xA0761D6478BD642Full >> 56);
@@ -166,10 +174,9 @@ int entresol_load_chunk(const struct context *c, const uint64_t *words, uint64_t
         if (placed == 0)
             placed = place(c, slots[i], tag, (hashed >> 32) * c->buckets >> 32);
         if (placed != 1)
-            homeless[out->homeless++] = slots[i];
+            homeless[left++] = slots[i];
     }
-    out->used += used;
-    return 1;
+    return left;
 }
 
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_table_load", NULL, -1, NULL, NULL, NULL, NULL, NULL};

@@ -9,6 +9,7 @@ the machine it runs on, and nothing but the slot table is ever on the disk.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import gc
 import json
@@ -64,6 +65,8 @@ class State:
     """From then until stores are taken."""
     array_bytes: int
     resident_bytes: int
+    peak_bytes: int
+    """The most that it added on the way."""
     speed: Speed
 
     @property
@@ -178,6 +181,7 @@ class _Region:
     def _state(self, flash: Any, fraction: float, used: int, fill_s: float) -> State:
         gc.collect()
         before_bytes = resident_bytes()
+        _forget_peak()
         started_s = time.perf_counter()
         region: OpenRegion = open_region(flash, self._memory, self._eviction, order_later_above_slots=0)
         open_s = time.perf_counter() - started_s
@@ -185,12 +189,12 @@ class _Region:
             region.restore_order()
             region.restore_order = None
         order_s = time.perf_counter() - started_s - open_s
-        grown_bytes = resident_bytes() - before_bytes
+        grown_bytes, peak_bytes = resident_bytes() - before_bytes, _peak_bytes() - before_bytes
         if region.recovered != used:
             raise EntresolError(f"{region.recovered} of {used} entries recovered: {region.messages[:3]}")
         array_bytes = region.index.memory_bytes + round(region.policy.bytes_per_slot * self._slots)
         speed = measure_speed(region, flash, self._memory, self._effort)
-        return State(self._slots, fraction, used, fill_s, open_s, order_s, array_bytes, grown_bytes, speed)
+        return State(self._slots, fraction, used, fill_s, open_s, order_s, array_bytes, grown_bytes, peak_bytes, speed)
 
     def _restarted(self, flash: Any) -> Restart:
         gc.collect()
@@ -206,9 +210,21 @@ class _Region:
         return Restart(self._slots, geometry.table_bytes, read_s, open_s, cpu_s)
 
 
+def _forget_peak() -> None:
+    """Let the kernel begin anew with the most memory that this process had (proc(5), clear_refs)."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def _peak_bytes() -> int:
+    """The most resident memory since then."""
+    with open("/proc/self/status") as status:
+        return next((int(line.split()[1]) << 10 for line in status if line.startswith("VmHWM:")), 0)
+
+
 def lines(large: Large) -> Iterator[str]:
     """For people."""
-    width = 38
+    width = 40
     states = large.states
     yield "slots".ljust(width) + "".join(f"{state.slots:>14}" for state in states)
     rows: list[tuple[str, Callable[[State], str]]] = [
@@ -218,6 +234,7 @@ def lines(large: Large) -> Iterator[str]:
         ("then until stores are taken, s", lambda state: f"{state.order_s:.2f}"),
         ("index, bytes a slot, by its arrays", lambda state: f"{state.array_bytes / state.slots:.2f}"),
         ("index, bytes a slot, resident", lambda state: f"{state.resident_bytes / state.slots:.2f}"),
+        ("the most while opening, bytes a slot", lambda state: f"{state.peak_bytes / state.slots:.2f}"),
     ]
     for name in states[0].speed.lookups:
         rows.append((f"LOOKUP {name}: M keys/s", lambda state, name=name: f"{state.speed.lookups[name] / 1e6:.3f}"))  # type: ignore[misc]

@@ -1,8 +1,8 @@
 """One agent of the scale benchmark (`python -m emulator.scale.agent`): a process that runs loads when told to.
 
 Connects to every pod that its plan names, stores a working set of each load on each, and says so in a line on
-standard output; then runs the phase of each line on standard input, and answers with what its calls took. Every
-retrieved byte is compared with what was stored, outside the timed calls. Ends with its input.
+standard output; then makes ready for, and runs, the phase of each line on standard input, and answers with what its
+calls took. Every retrieved byte is compared with what was stored, outside the timed calls. Ends with its input.
 """
 
 from __future__ import annotations
@@ -62,6 +62,8 @@ class LoadRunner:
         self._destination = client.allocate(load.batch_bytes)
         self._keys: list[list[bytes]] = [_fresh_keys(load.batch) for _ in range(load.working_batches + 1)]
         self._spare = load.working_batches
+        self._deck: list[str] = []
+        """Calls to come: shuffled, but as many of each as the weights say, so that no agent has the longer ones."""
         self.statuses: Counter[str] = Counter()
         self.wrong: list[str] = []
 
@@ -80,9 +82,26 @@ class LoadRunner:
                 sleep(_BUSY_PAUSE_S)
         self.statuses.clear()
 
+    def warm(self) -> None:
+        """Ask for the working set once, so that it is there and staged; what was evicted meanwhile is stored again.
+        Raises UnavailableError."""
+        deadline_s = monotonic() + _PREPARE_TIMEOUT_S
+        spans = self._destination.blocks(np.arange(self.load.batch), self.load.block_bytes)
+        for place in range(len(self._keys)):
+            if place == self._spare:
+                continue
+            while not self._client.retrieve(self._namespace, self._keys[place], spans).all_ok:
+                self._store(place)
+                if monotonic() > deadline_s:
+                    raise UnavailableError(f"the pod does not hold the working set: {dict(self.statuses)}")
+        self.statuses.clear()
+
     def call(self) -> tuple[str, float, float, int]:
         """One call: the operation, its seconds, processor seconds of what surrounds it, blocks that succeeded."""
-        operation = self._random.choices(OPERATIONS, self.load.weights)[0]
+        if not self._deck:
+            self._deck = [name for name, count in zip(OPERATIONS, self.load.weights) for _ in range(count)]
+            self._random.shuffle(self._deck)
+        operation = self._deck.pop()
         cpu_s = thread_time()
         if operation == "retrieve":
             seconds, within_s, blocks = self._call_retrieve()
@@ -247,7 +266,12 @@ def main(name: str, number: int, plan_text: str) -> None:
             _say({"ready": name, "pid": os.getpid()})
             for line in sys.stdin:
                 phase = json.loads(line)
-                _say(run_phase(runners[phase["pod"], phase["load"]], phase["start_ns"], phase["end_ns"]))
+                runner = runners[phase["pod"], phase["load"]]
+                if "start_ns" in phase:
+                    _say(run_phase(runner, phase["start_ns"], phase["end_ns"]))
+                else:
+                    runner.warm()
+                    _say({"warm": name})
     except EntresolError as error:
         click.echo(f"{name}: {error}", err=True)
         raise SystemExit(error.exit_code) from error

@@ -1,4 +1,4 @@
-"""`entresol-emu bench-scale` and `cost-model`: options into settings, reports into files and tables."""
+"""`entresol-emu bench-scale`, `bench-large` and `cost-model`: options into settings, reports into files and tables."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ from rich.console import Console
 
 from common import units
 from common.errors import UserError
-from emulator.pod_settings import PodSettings
+from dpu_app.regions.measure_large import COMPARED_SLOTS, SLOTS
+from dpu_app.regions.measure_speed import Effort
+from emulator.pod_settings import PodSettings, default_flash_dir
 from emulator.scale.cost_model import Assumptions
 from emulator.scale.cost_report import BATCHES, BLOCK_BYTES, as_dict, cost_tables, samples_of
+from emulator.scale.large import QUICK, QUICK_SLOTS, print_large, run_large, write_large
 from emulator.scale.report import load_report, print_report, with_head, write_report
 from emulator.scale.run import run_scale, scale_run_dir
 from emulator.scale.settings import ScaleSettings
@@ -39,6 +42,12 @@ class _Counts(click.ParamType):  # type: ignore[type-arg]
 COUNTS = _Counts()
 
 
+def _out_option(files: str) -> Callable[..., Any]:
+    kind = click.Path(file_okay=False, path_type=Path)
+    text = f"Directory for the report: {files}."
+    return click.option("--out", type=kind, default=Path("scale-report"), show_default=True, help=text)
+
+
 def scale_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Those of `bench-scale` that are not a pod's."""
     for option in (
@@ -47,7 +56,7 @@ def scale_options(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--agents", type=COUNTS, help="Agent processes.  [default: 1,2,4,8]"),
         click.option("--rounds", type=click.IntRange(1), help="Figures are medians of so many."),
         click.option("--phase", "phase_s", type=float, help="Seconds that each load runs at a time."),
-        click.option("--report", type=click.Path(file_okay=False, path_type=Path), help="Write scale.json, scale.md."),
+        _out_option("scale.json, scale.md"),
         click.option("--json", "as_json", is_flag=True, help="For scripts."),
     ):
         function = option(function)
@@ -59,7 +68,7 @@ def run(
     base: PodSettings,
     ended_by_signals: Callable[[], contextlib.AbstractContextManager[None]],
     quick: bool,
-    report: Path | None,
+    out: Path,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -67,16 +76,12 @@ def run(
     settings = ScaleSettings.quick() if quick else ScaleSettings()
     given = {name: value for name, value in options.items() if value is not None}
     settings = dataclasses.replace(settings, **given)
-    if report is not None and report.exists() and not report.is_dir():
-        raise UserError(f"{report} is not a directory")
     read = read_environment()
     base = dataclasses.replace(base, run_dir=scale_run_dir(base.run_dir))
     notes = Console(stderr=True)
     with ended_by_signals(), notes.status("starting") as line:
         document = with_head(run_scale(base, settings, line.update), read)
-    if report is not None:
-        for path in write_report(document, report):
-            notes.print(f"written: {path}", highlight=False, soft_wrap=True)
+    notes.print(f"written: {', '.join(map(str, write_report(document, out)))}", highlight=False, soft_wrap=True)
     if as_json:
         json.dump(document, sys.stdout, indent=1)
         click.echo()
@@ -85,6 +90,47 @@ def run(
     if document["wrong"]:
         click.echo("entresol-emu: blocks came back with wrong bytes", err=True)
         ctx.exit(1)
+
+
+@click.command("bench-large")
+@click.option("--slots", type=click.IntRange(1000), help=f"Of the large region.  [default: {SLOTS}]")
+@click.option("--compared-slots", type=click.IntRange(1000), help=f"Of the small one.  [default: {COMPARED_SLOTS}]")
+@click.option(
+    "--dir",
+    "directory",
+    type=click.Path(file_okay=False, path_type=Path),
+    help=f"Where the file is made, on a disk: 64 bytes a slot are written.  [default: {default_flash_dir()}]",
+)
+@click.option("--quick", is_flag=True, help="Seconds: to see that it works, not for figures.")
+@_out_option("large.json, large.md")
+@click.option("--json", "as_json", is_flag=True, help="For scripts.")
+def bench_large(
+    slots: int | None,
+    compared_slots: int | None,
+    directory: Path | None,
+    quick: bool,
+    out: Path,
+    as_json: bool,
+) -> None:
+    """A region of 50 million slots at a tenth and at nine tenths full: memory, look-ups, stores, restart."""
+    read = read_environment()
+    usual = QUICK_SLOTS if quick else (SLOTS, COMPARED_SLOTS)
+    notes = Console(stderr=True)
+    with notes.status("starting") as line:
+        document = run_large(
+            directory or default_flash_dir(),
+            slots or usual[0],
+            compared_slots or usual[1],
+            QUICK if quick else Effort(),
+            read,
+            line.update,
+        )
+    notes.print(f"written: {', '.join(map(str, write_large(document, out)))}", highlight=False, soft_wrap=True)
+    if as_json:
+        json.dump(document, sys.stdout, indent=1)
+        click.echo()
+    else:
+        print_large(document, Console())
 
 
 class _Sizes(click.ParamType):  # type: ignore[type-arg]

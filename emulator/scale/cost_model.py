@@ -33,6 +33,8 @@ class Fit:
     residual_median: float
     residual_max: float
     rows: int
+    kernel_share: float = 0.0
+    """Of the seconds, those in the kernel."""
 
     def of(self, capsules: float, blocks: float, size_bytes: float) -> float:
         """What the model says of such a call."""
@@ -76,7 +78,13 @@ def fit(operation: str, rows: Sequence[Mapping[str, Any]]) -> Fit:
 def fits(samples: Mapping[str, Any]) -> dict[str, Fit]:
     """Of every operation that a report's "samples" have. Raises UserError."""
     operations = dict.fromkeys(str(row["operation"]) for row in samples["rows"])
-    return {name: fit(name, [row for row in samples["rows"] if row["operation"] == name]) for name in operations}
+    shares = samples.get("kernel_share", {})
+    return {
+        name: dataclasses.replace(
+            fit(name, [row for row in samples["rows"] if row["operation"] == name]), kernel_share=shares.get(name, 0.0)
+        )
+        for name in operations
+    }
 
 
 def _assumed(default: float, unit: str, source: str) -> Any:
@@ -103,6 +111,11 @@ class Assumptions:
         "share",
         "of the checksums, those that an engine computes: none; XXH3 is not a known offload",
     )
+    kernel_share: float = _assumed(
+        1.0,
+        "share",
+        "of the time in the kernel, what stays; SPDK and polled queues need none of it: all, as measured",
+    )
     native_share: float = _assumed(
         0.0, "share", "of the fixed cost and the cost per block, what further native code takes over: none, as measured"
     )
@@ -115,7 +128,7 @@ class Assumptions:
     pieces: float = _assumed(1.0, "pieces", "of memory that a block lies in at the host: a work request each")
 
     def __post_init__(self) -> None:
-        for name in ("nic_share", "checksum_engine", "native_share"):
+        for name in ("nic_share", "checksum_engine", "kernel_share", "native_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise UserError(f"{name} is a share, from 0 to 1")
         for name in ("line_gbit_per_s", "cores", "core_ratio", "core_busy", "native_speedup", "pieces"):
@@ -154,7 +167,7 @@ def need(model: Fit, machine: Mapping[str, float], assumed: Assumptions, block_b
     """`machine`: the report's "xxh3_s_per_byte". A LOOKUP moves nothing: `lookups_per_core` is for it."""
     measured_s = model.of(1 / batch, 1, block_bytes)
     byte_s = dpu_byte_s(model, machine, assumed)
-    own_s = _python_s(model, assumed, batch)
+    own_s = _own_s(model, assumed, batch)
     block_s = (own_s + block_bytes * byte_s) / assumed.core_ratio + assumed.post_us * assumed.pieces / 1e6
     blocks_per_s = assumed.line_bytes_per_s / block_bytes
     return Need(
@@ -179,13 +192,14 @@ def dpu_byte_s(model: Fit, machine: Mapping[str, float], assumed: Assumptions) -
 
 def lookups_per_core(model: Fit, assumed: Assumptions, batch: int) -> float:
     """Keys a second of one core, wholly busy, `batch` keys a capsule."""
-    return assumed.core_ratio / _python_s(model, assumed, batch)
+    return assumed.core_ratio / _own_s(model, assumed, batch)
 
 
-def _python_s(model: Fit, assumed: Assumptions, batch: int) -> float:
+def _own_s(model: Fit, assumed: Assumptions, batch: int) -> float:
     """Fixed cost and cost per block, of one block."""
     own_s = model.seconds["capsules"] / batch + model.seconds["blocks"]
-    return own_s * (1 - assumed.native_share * (1 - 1 / assumed.native_speedup))
+    user_s = own_s * (1 - model.kernel_share) * (1 - assumed.native_share * (1 - 1 / assumed.native_speedup))
+    return user_s + own_s * model.kernel_share * assumed.kernel_share
 
 
 def variants(assumed: Assumptions) -> Iterator[tuple[str, Assumptions]]:
@@ -194,5 +208,7 @@ def variants(assumed: Assumptions) -> Iterator[tuple[str, Assumptions]]:
     yield "cores half as fast", dataclasses.replace(assumed, core_ratio=assumed.core_ratio / 2)
     yield "checksums by an engine", dataclasses.replace(assumed, checksum_engine=1.0)
     yield "bytes moved by cores, as here", dataclasses.replace(assumed, nic_share=0.0)
+    yield "no kernel in the way (SPDK, polled queues)", dataclasses.replace(assumed, kernel_share=0.0)
     yield "nine tenths of the code native", dataclasses.replace(assumed, native_share=0.9)
+    yield "both", dataclasses.replace(assumed, kernel_share=0.0, native_share=0.9)
     yield "a block in 32 pieces", dataclasses.replace(assumed, pieces=32.0)

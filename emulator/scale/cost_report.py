@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -35,10 +36,11 @@ CAUTION: Final = (
 
 
 def samples_of(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The samples of several reports of bench-scale together; costs of the machine are the medians' lowest. Raises
-    UserError for a report without any."""
+    """The samples of several reports of bench-scale together, and the lowest of what they say the machine's copies and
+    checksums cost. Raises UserError for a report without any."""
     rows: list[Mapping[str, Any]] = []
     machine: dict[str, float] = {}
+    shares: dict[str, list[float]] = {}
     for report in reports:
         samples = report.get("samples")
         if not isinstance(samples, Mapping) or not samples.get("rows"):
@@ -46,7 +48,10 @@ def samples_of(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         rows += samples["rows"]
         for name, value in samples["machine"].items():
             machine[name] = min(machine.get(name, value), value)
-    return {"rows": rows, "machine": machine}
+        for name, value in samples.get("kernel_share", {}).items():
+            shares.setdefault(name, []).append(value)
+    kernel = {name: statistics.fmean(values) for name, values in shares.items()}
+    return {"rows": rows, "machine": machine, "kernel_share": kernel}
 
 
 def cost_tables(
@@ -89,7 +94,13 @@ def as_dict(
 
 def _fits(models: Mapping[str, Fit], machine: Mapping[str, float]) -> Table:
     columns = [Column("operation", words=True), Column("capsule us"), Column("block us"), Column("byte ns")]
-    columns += [Column("R2"), Column("residual, median"), Column("largest"), Column("samples", detail=True)]
+    columns += [
+        Column("in the kernel"),
+        Column("R2"),
+        Column("residual, median"),
+        Column("largest"),
+        Column("samples", detail=True),
+    ]
     table = Table("Measured: processor time of a region worker in the emulator", columns)
     for name, model in models.items():
         table.add(
@@ -97,6 +108,7 @@ def _fits(models: Mapping[str, Fit], machine: Mapping[str, float]) -> Table:
             f"{model.seconds['capsules'] * 1e6:.1f}",
             f"{model.seconds['blocks'] * 1e6:.2f}",
             f"{model.seconds['bytes'] * 1e9:.4f}",
+            f"{model.kernel_share:.0%}",
             f"{model.r_squared:.3f}",
             f"{model.residual_median:.0%}",
             f"{model.residual_max:.0%}",

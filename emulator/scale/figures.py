@@ -17,6 +17,9 @@ SHARE_GOAL: Final = 0.2
 THROUGHPUT_GOAL: Final = 0.9
 """Of the throughput with fewer agents on the same workers, in the same round: what is still called not falling here,
 where two rounds of one cell differ by as much."""
+COST_GOAL: Final = 1.5
+"""Processor time for a GB with more agents, to the least with fewer on the same workers: a busy neighbour moves it
+less than it moves throughput. One agent finds its worker looking for it; many sleep and are woken, which costs."""
 P99_GOAL: Final = 5.0
 """p99 of RETRIEVE is at most so many times its median in the same cell: nobody waits for turns that others take."""
 
@@ -122,13 +125,21 @@ def neighbour_figures(alone: Sequence[Phase], beside: Sequence[Phase], workers: 
 
 
 def verdicts(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The three goals over all cells: what was found worst, where, and whether that is good enough."""
+    """The goals over all cells: what was found worst, where, and whether that is good enough."""
     found: list[dict[str, Any]] = []
-    kept = [(throughput_kept(cell, cells), cell) for cell in cells]
-    worst = min(((value, cell) for value, cell in kept if value is not None), key=lambda pair: pair[0], default=None)
-    if worst is not None:
-        name = "total throughput with more agents, to the best with fewer on the same workers"
-        found.append(_verdict(name, THROUGHPUT_GOAL, worst[0], worst[0] >= THROUGHPUT_GOAL, worst[1]))
+    for axis, other in (("agents", "workers"), ("workers", "agents")):
+        kept = [(throughput_kept(cell, cells, axis), cell) for cell in cells]
+        known = [(value, cell) for value, cell in kept if value is not None]
+        if known:
+            value, cell = min(known, key=lambda pair: pair[0])
+            name = f"total throughput with more {axis}, to the best with fewer and as many {other}"
+            found.append(_verdict(name, THROUGHPUT_GOAL, value, value >= THROUGHPUT_GOAL, cell))
+    grown = [(cost_grown(cell, cells), cell) for cell in cells]
+    costs = [(value, cell) for value, cell in grown if value is not None]
+    if costs:
+        value, cell = max(costs, key=lambda pair: pair[0])
+        name = "processor time for a GB with more agents, to the least with fewer"
+        found.append(_verdict(name, COST_GOAL, value, value <= COST_GOAL, cell))
     many = [cell for cell in cells if cell["agents"] > 1]
     if many:
         cell = max(many, key=lambda cell: float(cell["fairness"]["worst"]))
@@ -142,19 +153,28 @@ def verdicts(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def throughput_kept(cell: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> float | None:
-    """A cell's throughput to the best of the cells with fewer agents on the same workers under the same load: median
-    over the rounds, each with its own. None where there is none."""
-    fewer = [
-        other["gb_per_s"]["rounds"]
-        for other in cells
-        if other["agents"] < cell["agents"] and all(other[name] == cell[name] for name in ("workers", "load"))
-    ]
-    if not fewer:
-        return None
+def throughput_kept(cell: Mapping[str, Any], cells: Sequence[Mapping[str, Any]], axis: str = "agents") -> float | None:
+    """A cell's throughput to the best of the cells with fewer of `axis` ("agents" or "workers") and as many of the
+    other, under the same load: median over the rounds, each with its own. None where there is none."""
+    fewer = [other["gb_per_s"]["rounds"] for other in _fewer(cell, cells, axis)]
     rounds = cell["gb_per_s"]["rounds"]
-    ratios = [float(own / max(others)) for own, *others in zip(rounds, *fewer) if max(others)]
+    ratios = [float(own / max(others)) for own, *others in zip(rounds, *fewer) if others and max(others)]
     return statistics.median(ratios) if ratios else None
+
+
+def cost_grown(cell: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> float | None:
+    """Processor seconds for a GB, both sides, to the least of the cells with fewer agents on the same workers."""
+    least = min((_cost(other) for other in _fewer(cell, cells, "agents")), default=0.0)
+    return _cost(cell) / least if least else None
+
+
+def _fewer(cell: Mapping[str, Any], cells: Sequence[Mapping[str, Any]], axis: str) -> list[Mapping[str, Any]]:
+    same = ("load", "workers" if axis == "agents" else "agents")
+    return [other for other in cells if other[axis] < cell[axis] and all(other[name] == cell[name] for name in same)]
+
+
+def _cost(cell: Mapping[str, Any]) -> float:
+    return sum(float(side["median"]) for side in cell["cpu_s_per_gb"].values())
 
 
 def tail_ratio(cell: Mapping[str, Any]) -> float:

@@ -42,7 +42,12 @@ class Fleet:
             raise
 
     def run(self, pod: str, loads: Sequence[str], seconds: float) -> tuple[int, int]:
-        """Tell the first agents to run one load each. Returns start and end on the monotonic clock."""
+        """Tell the first agents to run one load each, once the blocks of all are staged. Returns start and end on the
+        monotonic clock."""
+        for agent, load in zip(self._agents, loads):
+            agent.send({"pod": pod, "load": load})
+        for agent in self._agents[: len(loads)]:
+            agent.receive(_READY_TIMEOUT_S)
         start_ns = time.monotonic_ns() + LEAD_NS
         end_ns = start_ns + int(seconds * 1e9)
         for agent, load in zip(self._agents, loads):

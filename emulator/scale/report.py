@@ -86,7 +86,7 @@ def _sentences(document: Mapping[str, Any]) -> Iterator[str]:
     )
     yield "each agent is a process that makes one call after another; every byte is compared outside the timed calls"
     yield (
-        "of fewer: throughput to the best with fewer agents on the same workers, in the same round; worst share: the "
+        "of fewer: throughput to the best with fewer agents, or workers, and as many of the other; worst share: the "
         "largest difference of an agent's bytes from an equal share; max/min: of the agents' bytes; Jain: 1 is equal"
     )
     yield "s/GB: processor seconds for 10^9 bytes, of all agents and of all processes of the pod, user and system"
@@ -114,7 +114,12 @@ def _verdicts(document: Mapping[str, Any]) -> Table:
 
 def _cells(document: Mapping[str, Any], load: str) -> Table:
     columns = [Column("workers"), Column("agents"), Column("GB/s"), Column("GB/s, range", detail=True)]
-    columns += [Column("of fewer"), Column("calls/s", detail=True), Column("worst share")]
+    columns += [
+        Column("of fewer agents"),
+        Column("of fewer workers"),
+        Column("calls/s", detail=True),
+        Column("worst share"),
+    ]
     columns += [Column("max/min", detail=True), Column("Jain", detail=True), Column("RETRIEVE p50 us")]
     columns += [Column("p99 us"), Column("p99.9 us", detail=True), Column("p99/p50")]
     columns += [Column(name, detail=True) for name in ("STORE p99 us", "LOOKUP p99 us")]
@@ -123,7 +128,7 @@ def _cells(document: Mapping[str, Any], load: str) -> Table:
     for cell in document["cells"]:
         if cell["load"] != load:
             continue
-        kept = throughput_kept(cell, document["cells"])
+        kept = [throughput_kept(cell, document["cells"], axis) for axis in ("agents", "workers")]
         latency, fair, cpu, rate = (cell[name] for name in ("latency_us", "fairness", "cpu_s_per_gb", "gb_per_s"))
         retrieve = latency["retrieve"]
         table.add(
@@ -131,7 +136,7 @@ def _cells(document: Mapping[str, Any], load: str) -> Table:
             str(cell["agents"]),
             f"{rate['median']:.2f}",
             f"{rate['min']:.2f}-{rate['max']:.2f}",
-            "-" if kept is None else f"{kept:.2f}",
+            *("-" if value is None else f"{value:.2f}" for value in kept),
             f"{cell['calls_per_s']['median']:.0f}",
             *(f"{fair[name]:.2f}" if cell["agents"] > 1 else "-" for name in ("worst", "max_over_min")),
             f"{fair['jain']:.3f}" if cell["agents"] > 1 else "-",

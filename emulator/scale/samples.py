@@ -20,7 +20,7 @@ from typing import Any, Final
 import numpy as np
 import xxhash
 
-from common.errors import UnavailableError
+from common.errors import LowerLayerError, UnavailableError
 from common.wire import StatId
 from emulator.scale.agent import bench_record
 from emulator.scale.settings import SampleGrid
@@ -66,13 +66,17 @@ class _Sample:
 
 def measure_samples(client: Client, tenant: str, pids: Sequence[int], grid: SampleGrid) -> dict[str, Any]:
     """The report's "samples": `pids` are the pod's processes. Raises UnavailableError where the pod refuses blocks."""
-    return _Sampler(client, tenant, CpuMeter({DPU: pids}), grid).run()
+    return _Sampler(client, tenant, pids, grid).run()
 
 
 class _Sampler:
-    def __init__(self, client: Client, tenant: str, meter: CpuMeter, grid: SampleGrid) -> None:
+    def __init__(self, client: Client, tenant: str, pids: Sequence[int], grid: SampleGrid) -> None:
+        meter = CpuMeter({DPU: pids})
         self._client = client
         self._meter = meter
+        self._pids = pids
+        self._kernel_s: dict[str, list[float]] = {}
+        """Seconds in user space and in the kernel, by operation."""
         self._grid = grid
         largest = max(grid.block_bytes)
         self._namespace = client.namespace(bench_record(tenant, 0), largest)
@@ -112,6 +116,9 @@ class _Sampler:
             "regions": regions,
             "idle_cores": self._idle,
             "machine": {**{name: min(values) for name, values in machine.items()}, "clock_mhz": clock_mhz()},
+            "kernel_share": {
+                name: kernel / max(user + kernel, 1e-9) for name, (user, kernel) in self._kernel_s.items()
+            },
             "rows": [sample.as_dict(regions) for sample in (*moves.values(), *colds.values(), *lookups.values())],
             "wrong": self._wrong,
         }
@@ -226,6 +233,7 @@ class _Sampler:
 
     def _time(self, sample: _Sample, call: Callable[[], None], before: Callable[[], None] | None = None) -> None:
         calls = 0
+        kernel = user_and_kernel_s(self._pids)
         started, started_s = self._meter.read_s(), time.perf_counter()
         while calls < _CALLS_MIN or time.perf_counter() < started_s + self._grid.sample_s:
             if before is not None:
@@ -233,6 +241,9 @@ class _Sampler:
             call()
             calls += 1
         idle_s = self._idle * (time.perf_counter() - started_s)
+        totals = self._kernel_s.setdefault(sample.operation, [0.0, 0.0])
+        for side, (before_s, after_s) in enumerate(zip(kernel, user_and_kernel_s(self._pids))):
+            totals[side] += after_s - before_s
         sample.calls += calls
         sample.cpu_s.append(max(0.0, self._meter.since_s(started)[DPU] - idle_s) / calls)
 
@@ -240,6 +251,19 @@ class _Sampler:
         before = self._meter.read_s()
         time.sleep(_IDLE_S)
         return self._meter.since_s(before)[DPU] / _IDLE_S
+
+
+def user_and_kernel_s(pids: Sequence[int]) -> tuple[float, float]:
+    """Processor seconds of processes in user space and in the kernel, to a tick. Raises LowerLayerError."""
+    user = kernel = 0
+    for pid in pids:
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError as error:
+            raise LowerLayerError("read /proc/PID/stat", error.errno or 0, f"process {pid}") from error
+        user, kernel = user + int(fields[11]), kernel + int(fields[12])
+    tick_s = 1 / os.sysconf("SC_CLK_TCK")
+    return user * tick_s, kernel * tick_s
 
 
 def clock_mhz() -> float:

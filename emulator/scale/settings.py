@@ -25,7 +25,7 @@ _SPREAD: Final = 4
 
 @dataclass(frozen=True)
 class Load:
-    """What one agent does in a closed loop: one call after another, each a batch, picked at random by `weights`.
+    """What one agent does in a closed loop: one call after another, each a batch, in random order by `weights`.
 
     RETRIEVE takes one of `working_batches` batches that the agent stored, STORE puts a fresh batch in the place of the
     oldest of them, LOOKUP asks for `lookup_batch` of their keys.
@@ -37,7 +37,7 @@ class Load:
     lookup_batch: int = 128
     working_batches: int = 4
     weights: tuple[int, int, int] = (80, 8, 12)
-    """Of `OPERATIONS`: how many calls in a hundred."""
+    """Of `OPERATIONS`: how many calls of their sum, exactly."""
 
     def __post_init__(self) -> None:
         if self.block_bytes < 4096 or self.block_bytes % 4096:
@@ -117,14 +117,14 @@ class ScaleSettings:
     def quick(cls) -> ScaleSettings:
         """In seconds, for tests and to see that it works; too little for figures."""
         grid = SampleGrid(
-            (4 << 10, 64 << 10),
-            (1, 8, 32),
-            (1, 64),
+            block_bytes=(4 << 10, 64 << 10),
+            batches=(1, 8, 32),
+            lookup_batches=(1, 16, 64, 256),
             frames=64,
             cold_blocks=128,
             cold_batch_max=8,
             rounds=2,
-            sample_s=0.02,
+            sample_s=0.05,
         )
         load = Load("small", 64 << 10, 8, lookup_batch=32, working_batches=3)
         return cls((1, 2), (1, 2), (load,), rounds=1, phase_s=0.3, neighbours=1, samples=grid)

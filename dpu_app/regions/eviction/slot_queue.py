@@ -14,6 +14,8 @@ from dpu_app.regions.huge_array import huge_zeros
 
 Slots: TypeAlias = npt.NDArray[np.int64]
 _HALF = np.uint64(32)
+_PIECE = 1 << 18
+"""Slots linked at a time: temporaries of all of a large region would be a quarter of its index."""
 
 
 class Links:
@@ -77,14 +79,17 @@ class SlotQueue:
             return
         sentinel = self._sentinel
         old = self._next[sentinel]
-        pairs = np.empty(len(slots), np.uint64)
-        pairs[1:] = slots[:-1]
-        pairs[0] = old
-        newer = slots.astype(np.uint64)
-        newer <<= _HALF
-        pairs[:-1] |= newer[1:]
-        pairs[-1] |= np.uint64(sentinel) << _HALF
-        self._links.pairs[slots] = pairs
+        for start in range(0, len(slots), _PIECE):
+            stop = min(start + _PIECE, len(slots))
+            pairs = np.empty(stop - start, np.uint64)  # older in the lower half, newer in the upper one
+            pairs[1:] = slots[start : stop - 1]
+            pairs[0] = slots[start - 1] if start else old
+            newer = np.empty(stop - start, np.uint64)
+            newer[:-1] = slots[start + 1 : stop]
+            newer[-1] = slots[stop] if stop < len(slots) else sentinel
+            newer <<= _HALF
+            pairs |= newer
+            self._links.pairs[slots[start:stop]] = pairs
         self._previous[old] = int(slots[0])
         self._next[sentinel] = int(slots[-1])
         self.size += len(slots)

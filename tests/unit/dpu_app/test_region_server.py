@@ -413,6 +413,15 @@ def test_a_connection_that_breaks_under_a_waiting_answer_ends_alone(rig: Rig) ->
     assert "connection_lost" in rig.channel.events
 
 
+def test_small_requests_sent_ahead_are_taken_in_one_turn(rig: Rig) -> None:
+    agent = rig.connect()
+    rig.turn(2)
+    for _ in range(CREDITS):
+        agent.ask(Op.LOOKUP, rig.world.key_entries(KEYS))
+    rig.turn()
+    assert len(agent.answers) == CREDITS
+
+
 def test_an_agent_for_which_there_is_no_memory_is_told(rig: Rig) -> None:
     def no_memory(length_bytes: int) -> AnonymousMemory:
         raise ShimError(errno.ENOMEM, "allocate", f"{length_bytes} bytes")

@@ -116,6 +116,18 @@ def test_faster_cores_native_code_and_pieces() -> None:
     assert lookups_per_core(model, base, 10) == pytest.approx(50_000)
 
 
+def test_without_the_kernel_what_it_took_is_gone_and_the_rest_is_not() -> None:
+    model = dataclasses.replace(_fit("store", capsule_s=100e-6, block_s=10e-6), kernel_share=0.4)
+
+    def us(**changes: float) -> float:
+        return need(model, MACHINE, Assumptions(post_us=0.0, **changes), 1 << 16, 10).block_us
+
+    assert us() == pytest.approx(20.0)
+    assert us(kernel_share=0.0) == pytest.approx(12.0)
+    assert us(kernel_share=0.5) == pytest.approx(16.0)
+    assert us(kernel_share=0.5, native_share=1.0, native_speedup=4.0) == pytest.approx(12 / 4 + 4)
+
+
 @pytest.mark.parametrize(
     "changes", [{"nic_share": 1.1}, {"core_ratio": 0}, {"core_busy": 1.5}, {"post_us": -1}, {"native_share": -0.1}]
 )

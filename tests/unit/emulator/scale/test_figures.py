@@ -77,18 +77,26 @@ def test_throughput_is_compared_round_by_round_with_fewer_agents_on_the_same_wor
     assert throughput_kept(two, cells) == pytest.approx((5 / 4 + 6 / 8) / 2)
     assert throughput_kept(four, cells) == pytest.approx((4 / 5 + 4 / 8) / 2)
     assert throughput_kept(other, cells) is None, "nobody had fewer on two workers"
+    assert throughput_kept(other, cells, "workers") == pytest.approx((18 / 5 + 18 / 6) / 2)
+    assert throughput_kept(two, cells, "workers") is None
 
 
 def test_verdicts_name_the_worst_cell_of_each_goal() -> None:
     fair, unfair = _cell(2, [[5, 5]]), _cell(1, [[2, 6]], [0.01] * 90 + [0.2] * 10)
     alone = _cell(1, [[10]])
-    found = {verdict["name"].split()[0]: verdict for verdict in verdicts([alone, fair, unfair])}
-    assert not found["total"]["met"]
-    assert found["total"]["value"] == pytest.approx(0.8)
+    found = {verdict["name"].split(",")[0]: verdict for verdict in verdicts([alone, fair, unfair])}
+    agents = found["total throughput with more agents"]
+    assert not agents["met"]
+    assert agents["value"] == pytest.approx(0.8)
+    assert found["total throughput with more workers"]["value"] == pytest.approx(10 / 8)
+    assert found["processor time for a GB with more agents"]["value"] == pytest.approx((0.7 / 8) / (0.6 / 10))
+    assert found["processor time for a GB with more agents"]["met"]
+    found = {name.split()[0]: verdict for name, verdict in found.items()}
     assert not found["largest"]["met"]
     assert found["largest"]["where"] == "1 workers, 2 agents, large load"
     assert not found["RETRIEVE"]["met"]
     assert all(verdict["met"] for verdict in verdicts([alone, _cell(1, [[6, 5]])]))
+    assert verdicts([]) == []
 
 
 def test_a_neighbour_is_seen_by_the_first_agent_alone() -> None:
