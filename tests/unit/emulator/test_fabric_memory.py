@@ -66,7 +66,12 @@ def test_close_waits_for_its_regions() -> None:
 
 @pytest.mark.parametrize("page", page_sizes_bytes())
 def test_private_pages_keep_their_bytes_and_lose_the_writer(page: int) -> None:
-    memory = MemfdMemory(5 * page, page)
+    try:
+        memory = MemfdMemory(5 * page, page)
+    except ShimError as error:
+        if page == mmap.PAGESIZE or error.errno != errno.ENOMEM:
+            raise
+        pytest.skip(f"others have taken the pages of {page} bytes that were set up")
     assert memory.fd is not None
     other = mmap.mmap(memory.fd, 5 * page)
     memory.view[:] = bytes(range(256)) * (5 * page // 256)
