@@ -1,14 +1,17 @@
-/* The plain case of emu-shm's data path: READs and WRITEs into mapped memory, and messages that fit the ring.
+/* The plain case of emu-shm's data path: READs and WRITEs that succeed, and messages that fit the ring.
  *
  * Optional: fabric_shm_initiator.py and fabric_shm_messages.py use it where it was built and do the same in Python where
  * it was not, under the same tests; they also do whatever this code declines, which is everything but plain success.
  * The layout of the shared pages and the order of stores are those of fabric_shm_pages.py. What the peer can write
  * (both control pages, its table) is read once, checked and only then used; nothing of it is trusted to be an address.
  */
+#define _GNU_SOURCE
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <poll.h>
 #include <stdint.h>
 #include <string.h>
+#include <sys/uio.h>
 #include <unistd.h>
 #if defined(__x86_64__)
 #include <emmintrin.h>
@@ -21,7 +24,7 @@ enum { RING_SLOTS = 1024 };
 enum { BASE = 9, LENGTH = 10, SLOTS = 640 };
 #define IN_SOCKET 0xFFFFFFFFu
 enum { RING_OFFSET_BYTES = 16384, RING_BYTES = 131072, LINE_BYTES = 64 };
-enum { IDLE = 0, WRITING = 1, READING = 2 };
+enum { IDLE = 0, WRITING = 1, READING = 2, IN_KERNEL = 3 };
 /* 64-bit words of a region table. */
 enum { TABLE_SLOTS = 4096, WORDS = 8 };
 
@@ -160,11 +163,13 @@ static PyType_Spec regions_spec = {
 
 /* ------------------------------------------------------------------------------------------------- channel */
 
-/* A region of the peer that is mapped here. `word` is what its slot of the peer's table must still say. */
+/* A region of the peer. `word` is what its slot of the peer's table must still say. Mapped here it lies at its address
+ * plus `delta`; else it is reached by the kernel's copy. */
 typedef struct {
     uint64_t word, low, end, delta;
     uint32_t rkey; /* 0: none */
     uint32_t slot, access;
+    int is_mapped;
 } Remote;
 
 typedef struct {
@@ -172,7 +177,8 @@ typedef struct {
     Regions *regions;
     unsigned char *own, *theirs; /* control pages; NULL when detached */
     const unsigned char *table;
-    int bell;
+    int bell, pidfd;
+    pid_t pid;
     Remote remotes[SETS][WAYS]; /* by rkey modulo SETS, the last learned first */
 } Channel;
 
@@ -184,7 +190,7 @@ typedef struct {
 
 /* A request that may be carried out if the peer's table still says `word`. */
 typedef struct {
-    unsigned char *local, *far;
+    unsigned char *local, *far; /* `far`: NULL where it is not mapped here */
     uint64_t remote, word;
     uint32_t length, slot;
 } Part;
@@ -242,6 +248,20 @@ static int still_valid(const Channel *self, const Part *part)
            __atomic_load_n(&words[WORDS + part->slot], __ATOMIC_ACQUIRE) == part->word;
 }
 
+/* process_vm_writev or readv. The remote iovec is the one in the peer's control page, BASE and LENGTH, which its owner
+ * empties to take the memory back. Whether all was copied; what went wrong is for the Python code to find out. */
+static int copy_in_kernel(Channel *self, const Part *part, int write)
+{
+    struct pollfd exit = {self->pidfd, POLLIN, 0};
+    struct iovec local = {part->local, part->length};
+    const struct iovec *remote = (const struct iovec *)(void *)quad_at(self->theirs, BASE);
+    if (poll(&exit, 1, 0) != 0)
+        return 0; /* its process id may be another's by now */
+    ssize_t moved = write ? process_vm_writev(self->pid, &local, 1, remote, 1, 0)
+                          : process_vm_readv(self->pid, &local, 1, remote, 1, 0);
+    return moved == (ssize_t)part->length;
+}
+
 /* The initiator's side of the scheme. 0: the region or the connection is not what it was. */
 static int transfer_part(Channel *self, const Part *part, int write)
 {
@@ -249,10 +269,12 @@ static int transfer_part(Channel *self, const Part *part, int write)
     __atomic_store_n(word_at(theirs, TARGET), (uint32_t)part->word, __ATOMIC_RELAXED);
     __atomic_store_n(quad_at(theirs, BASE), part->remote, __ATOMIC_RELAXED);
     __atomic_store_n(quad_at(theirs, LENGTH), part->length, __ATOMIC_RELAXED);
-    store(theirs, BUSY, write ? WRITING : READING);
+    store(theirs, BUSY, part->far == NULL ? IN_KERNEL : write ? WRITING : READING);
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
     int valid = still_valid(self, part);
-    if (valid && write)
+    if (valid && part->far == NULL)
+        valid = copy_in_kernel(self, part, write);
+    else if (valid && write)
         copy(part->far, part->local, part->length);
     else if (valid)
         copy(part->local, part->far, part->length);
@@ -288,7 +310,7 @@ static int resolve(const Channel *self, const Request *request, int write, Part 
         request->remote < remote->low || request->remote > remote->end || length > remote->end - request->remote)
         return 0;
     part->local = (unsigned char *)(uintptr_t)request->local;
-    part->far = (unsigned char *)(uintptr_t)(request->remote + remote->delta);
+    part->far = remote->is_mapped ? (unsigned char *)(uintptr_t)(request->remote + remote->delta) : NULL;
     part->remote = request->remote;
     part->word = remote->word;
     part->length = request->length;
@@ -440,13 +462,19 @@ static PyObject *channel_receive(Channel *self, PyObject *const *args, Py_ssize_
     return PyLong_FromUnsignedLongLong(size);
 }
 
-/* learn(rkey, slot, word, low, end, access, delta): a region of the peer that is mapped here. */
+/* learn(rkey, slot, word, low, end, access, delta or None): a region of the peer, mapped here or not. */
 static PyObject *channel_learn(Channel *self, PyObject *args)
 {
     unsigned int rkey, slot, access;
-    unsigned long long word, low, end, delta;
-    if (!PyArg_ParseTuple(args, "IIKKKIK", &rkey, &slot, &word, &low, &end, &access, &delta))
+    unsigned long long word, low, end, delta = 0;
+    PyObject *where;
+    if (!PyArg_ParseTuple(args, "IIKKKIO", &rkey, &slot, &word, &low, &end, &access, &where))
         return NULL;
+    if (where != Py_None) {
+        delta = PyLong_AsUnsignedLongLongMask(where);
+        if (PyErr_Occurred())
+            return NULL;
+    }
     if (slot >= TABLE_SLOTS || low > end || rkey == 0 || (uint32_t)word != rkey)
         return PyErr_Format(PyExc_ValueError, "no region: key %u, slot %u, 0x%llx to 0x%llx", rkey, slot, low, end);
     Remote *remotes = self->remotes[rkey % SETS];
@@ -454,7 +482,7 @@ static PyObject *channel_learn(Channel *self, PyObject *args)
     while (way < WAYS - 1 && remotes[way].rkey != 0 && remotes[way].rkey != rkey)
         way++;
     memmove(remotes + 1, remotes, (size_t)way * sizeof *remotes);
-    remotes[0] = (Remote){word, low, end, delta, rkey, slot, access};
+    remotes[0] = (Remote){word, low, end, delta, rkey, slot, access, where != Py_None};
     Py_RETURN_NONE;
 }
 
@@ -479,8 +507,8 @@ static PyObject *channel_new(PyTypeObject *type, PyObject *args, PyObject *Py_UN
         return NULL;
     PyObject *regions;
     unsigned long long own, theirs, table;
-    int bell;
-    int good = PyArg_ParseTuple(args, "O!KKKi", regions_type, &regions, &own, &theirs, &table, &bell);
+    int bell, pid, pidfd;
+    int good = PyArg_ParseTuple(args, "O!KKKiii", regions_type, &regions, &own, &theirs, &table, &bell, &pid, &pidfd);
     Py_DECREF(regions_type);
     if (!good)
         return NULL;
@@ -492,6 +520,8 @@ static PyObject *channel_new(PyTypeObject *type, PyObject *args, PyObject *Py_UN
     self->theirs = (unsigned char *)(uintptr_t)theirs;
     self->table = (const unsigned char *)(uintptr_t)table;
     self->bell = bell;
+    self->pid = pid;
+    self->pidfd = pidfd;
     return (PyObject *)self;
 }
 
@@ -515,7 +545,7 @@ static PyMethodDef channel_methods[] = {
 };
 
 static PyType_Slot channel_slots[] = {
-    {Py_tp_doc, "Channel(regions, own page, their page, their table, their bell): addresses, and a descriptor."},
+    {Py_tp_doc, "Channel(regions, own page, their page, their table, their bell, their process, and its pidfd)."},
     {Py_tp_new, channel_new},
     {Py_tp_dealloc, channel_dealloc},
     {Py_tp_methods, channel_methods},
@@ -557,8 +587,8 @@ static int execute(PyObject *module)
     if (add_type(module, &regions_spec) < 0 || add_type(module, &channel_spec) < 0)
         return -1;
     PyObject *layout = Py_BuildValue(
-        "(iiiiiiiiiiiiIiiiiii)", CLOSED, POSTED, RECEIVED, BUSY, TARGET, SENT, ARMED, POSTED_SIZES, RING_SLOTS, BASE,
-        LENGTH, SLOTS, IN_SOCKET, RING_OFFSET_BYTES, RING_BYTES, WRITING, READING, TABLE_SLOTS, WORDS);
+        "(iiiiiiiiiiiiIiiiiiii)", CLOSED, POSTED, RECEIVED, BUSY, TARGET, SENT, ARMED, POSTED_SIZES, RING_SLOTS, BASE,
+        LENGTH, SLOTS, IN_SOCKET, RING_OFFSET_BYTES, RING_BYTES, WRITING, READING, IN_KERNEL, TABLE_SLOTS, WORDS);
     if (layout == NULL)
         return -1;
     int outcome = PyModule_AddObjectRef(module, "LAYOUT", layout);
