@@ -13,7 +13,7 @@ help: ## list the targets
 
 # What a user needs: the distribution and its dependencies, all of them wheels. No compiler is needed; where there is
 # one, native modules are built: what they do is faster.
-$(RUN_STAMP): pyproject.toml setup.py $(wildcard dpu_app/regions/*.c emulator/*.c)
+$(RUN_STAMP): pyproject.toml setup.py $(wildcard */_*.[ch] */*/_*.[ch])
 	@$(call HAS_VENV) || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && $(MAKE) apt; } || true
 	@$(call HAS_VENV) || { echo "$(PYTHON) is not Python 3.10 or newer with its venv module. On Debian and Ubuntu, as" \
 		"root: make apt. With another interpreter: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }

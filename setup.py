@@ -6,7 +6,7 @@ from setuptools import Extension, setup
 FLAGS = ["-O3", "-std=c11", "-Wall", "-Wextra"]
 MODULES = {
     "dpu_app.regions._table_load": ["dpu_app/regions/_table_load.c"],
-    "emulator._shm_channel": ["emulator/_shm_channel.c"],
+    "emulator._shm_channel": [f"emulator/{name}.c" for name in ("_shm_channel", "_shm_regions", "_shm_transfer")],
 }
 """Module -> sources."""
 
