@@ -47,7 +47,7 @@ def test_the_table_of_regions_is_as_good_as_a_dictionary(pair: Pair) -> None:
     """Keys that crowd in few places, added and removed at random."""
     dice = random.Random(3)
     regions = _native.Regions()
-    channel = _native.Channel(regions, 0, 1, 0, -1)  # addresses that requests of no bytes never touch
+    channel = _native.Channel(regions, 0, 1, 0, -1, 0, -1)  # addresses that requests of no bytes never touch
     known: dict[int, tuple[int, bool]] = {}
     keys = [dice.randrange(1, 40) << 8 | dice.randrange(4) for _ in range(120)] + [
         dice.getrandbits(32) for _ in range(80)
@@ -127,7 +127,7 @@ def test_arguments_of_another_kind_are_refused_or_declined(pair: Pair) -> None:
     assert channel.send(0, 0, -1, 8, 1) == channel.send(0, 0, 1 << 70, 8, 1) == -1
     assert channel.receive(0, pair.a.memory.address, -5, pair.a.region.lkey) == -1
     with pytest.raises(TypeError):
-        _native.Channel(object(), 0, 0, 0, 0)
+        _native.Channel(object(), 0, 0, 0, 0, 0, 0)
     for wrong in ((1, fabric_shm_pages.TABLE_SLOTS, 1, 0, 9, 7, 0), (1, 0, 1, 9, 0, 7, 0), (2, 0, 1, 0, 9, 7, 0)):
         with pytest.raises(ValueError, match="no region"):
             channel.learn(*wrong)
