@@ -218,8 +218,9 @@ def test_one_piece_by_two_numbers_keeps_within_the_memory() -> None:
 
 
 def test_buffers_of_every_form_are_found_alike_with_and_without_native_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool, other = np.zeros(4096, np.uint8), bytearray(512)
-    words = np.zeros(64, np.uint64)
+    pool: Any = np.zeros(4096, np.uint8)
+    words: Any = np.zeros(64, np.uint64)
+    other = bytearray(512)
     table = MemoryTable()
     registered = [_register(table, memory) for memory in (pool, other, words)]
     view = memoryview(pool)
@@ -249,7 +250,7 @@ def test_buffers_of_every_form_are_found_alike_with_and_without_native_code(monk
 
 
 def test_buffers_that_cannot_be_used_are_refused_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = np.zeros(4096, np.uint8)
+    pool: Any = np.zeros(4096, np.uint8)
     table = MemoryTable()
     memory = _register(table, pool)
     read_only = pool[:10].view()

@@ -109,13 +109,25 @@ def test_where_looking_does_not_pay_it_stops_but_is_tried_again(waiting: Waiting
 
 
 def test_once_it_pays_again_every_wait_looks(waiting: Waiting) -> None:
-    for _ in range(10):
+    for _ in range(100):
         waiting.wait(answers_at=1_000_000)
     while not waiting.wait(answers_at=3)[1].driven:
         pass
+    for _ in range(2 * PAUSE_MAX):
+        waiting.wait(answers_at=3)
     waiting.slept = 0
     assert all(waiting.wait(answers_at=3)[0] is Status.OK for _ in range(10))
     assert waiting.slept == 0
+
+
+def test_where_every_other_look_is_in_vain_few_waits_look(waiting: Waiting) -> None:
+    looked = 0
+    for _ in range(400):
+        kind = waiting.busy.due(Operation(Op.LOOKUP, bytearray(8), 0), 1)
+        if kind is not None:
+            looked += 1
+            kind.told(looked % 2 == 0)
+    assert 5 < looked < 300
 
 
 @pytest.mark.parametrize(("limit_s", "cores"), [(0.0, 2), (LIMIT_S, 1)])
@@ -154,7 +166,8 @@ def test_kinds_of_operations_are_told_apart(waiting: Waiting) -> None:
     quick = Operation(Op.LOOKUP, bytearray(8), 0)
     kind = waiting.busy.due(slow, 1)
     assert kind is not None
-    kind.told(False)
+    for _ in range(3):
+        kind.told(False)
     assert waiting.busy.due(slow, 1) is None
     assert waiting.busy.due(quick, 1) is not None
 
