@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -120,14 +121,19 @@ def test_once_it_pays_again_every_wait_looks(waiting: Waiting) -> None:
     assert waiting.slept == 0
 
 
-def test_where_every_other_look_is_in_vain_few_waits_look(waiting: Waiting) -> None:
+@pytest.mark.parametrize(("pays", "least", "most"), [(0.5, 0.01, 0.1), (0.9, 0.95, 1.0)])
+def test_looking_goes_on_where_it_mostly_pays_and_not_where_it_pays_half_the_time(
+    waiting: Waiting, pays: float, least: float, most: float
+) -> None:
+    rng = random.Random(1)
+    operation = Operation(Op.LOOKUP, bytearray(8), 0)
     looked = 0
-    for _ in range(400):
-        kind = waiting.busy.due(Operation(Op.LOOKUP, bytearray(8), 0), 1)
+    for _ in range(10_000):
+        kind = waiting.busy.due(operation, 1)
         if kind is not None:
             looked += 1
-            kind.told(looked % 2 == 0)
-    assert 5 < looked < 300
+            kind.told(rng.random() < pays)
+    assert least <= looked / 10_000 <= most
 
 
 @pytest.mark.parametrize(("limit_s", "cores"), [(0.0, 2), (LIMIT_S, 1)])
