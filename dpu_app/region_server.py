@@ -353,7 +353,7 @@ class RegionServer:
             if work:
                 engine.on_fabric(connection_id, work)
             if capsules:
-                self._busy_poll.served(now_ns)
+                self._busy_poll.served()
                 self._receive(connection_id, peer, capsules)
             if work or capsules:
                 if self._peers.get(connection_id) is peer:
