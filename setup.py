@@ -3,12 +3,13 @@ where there is none (docs/adr/0005-native-table-load.md, docs/adr/0006-native-ho
 
 from setuptools import Extension, setup
 
-FLAGS = ["-O3", "-std=c11", "-Wall", "-Wextra"]
+FLAGS = ["-O3", "-std=c11", "-Wall", "-Wextra", "-ffp-contract=off"]
 MODULES = {
     "dpu_app.regions._table_load": ["dpu_app/regions/_table_load.c"],
     "dpu_app.regions._hot_path": [
         f"dpu_app/regions/{name}.c" for name in ("_hot_path", "_hot_batch", "_hot_keys", "_hot_frames")
     ],
+    "host_agent._batches": ["host_agent/_batches.c"],
     "emulator._shm_channel": ["emulator/_shm_channel.c"],
 }
 """Module -> sources."""

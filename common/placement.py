@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import struct
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -62,6 +63,9 @@ class PodMap:
     _weights: npt.NDArray[np.float64] | None = field(init=False, repr=False, compare=False)
     _scalars: tuple[tuple[int, int, float], ...] = field(init=False, repr=False, compare=False)
     """(seed, index, weight) in order of uuid, for one key at a time."""
+    table: bytes = field(init=False, repr=False, compare=False)
+    """The same for native code: u64 count of the regions that take blocks, u64 whether their weights are equal; for
+    each, in order of uuid, u64 seed, u64 index, f64 weight."""
 
     def __post_init__(self) -> None:
         uuids = [region.uuid for region in self.regions]
@@ -79,6 +83,8 @@ class PodMap:
         object.__setattr__(self, "_weights", None if len(set(weights)) == 1 else column)
         scalars = tuple((_seed(uuids[i]), i, float(self.regions[i].weight)) for i in order)
         object.__setattr__(self, "_scalars", scalars)
+        table = struct.pack("<QQ", len(scalars), len(set(weights)) == 1)
+        object.__setattr__(self, "table", table + b"".join(struct.pack("<QQd", *scalar) for scalar in scalars))
 
     def place(self, key_lo: npt.NDArray[np.uint64], key_hi: npt.NDArray[np.uint64]) -> npt.NDArray[np.intp]:
         """For each key the index of its region in `regions`."""

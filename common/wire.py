@@ -240,6 +240,9 @@ RESPONSE_LAYOUT: dict[int, np.dtype[np.void]] = {
     Op.STAT: STAT_RESULT,
     Op.CANCEL: RESULT,
 }
+_REQUEST_BYTES = {op: layout.itemsize for op, layout in REQUEST_LAYOUT.items()}
+_SGE_BYTES = SGE.itemsize
+_U32_MAX = 0xFFFFFFFF
 _ALL_FLAGS = int(Flags.RESPONSE | Flags.UNTIL_FLASH | Flags.TO_HOST | Flags.ALL_NAMESPACES)
 _STATUSES = {int(status): status for status in Status}
 _OPS = {int(op): op for op in Op}
@@ -315,6 +318,34 @@ def encode(
     if sges is None or sge_count == 0:
         return header + entries.tobytes()
     return b"".join((header, entries.tobytes(), sges.tobytes()))
+
+
+def write_request(
+    place: memoryview,
+    op: Op,
+    request_id: int,
+    body: ReadableBuffer,
+    count: int,
+    *,
+    sge_count: int = 0,
+    flags: int = 0,
+    deadline_us: int = 0,
+) -> int:
+    """As `encode`, into `place`, of a request whose `count` entries and `sge_count` elements are bytes already. The
+    size of the capsule. Raises ValueError when it would not fit, or `body` has another size."""
+    entry_bytes = _REQUEST_BYTES[op]
+    body_bytes = count * entry_bytes + sge_count * _SGE_BYTES
+    size = HEADER_BYTES + body_bytes
+    if body_bytes != len(body) or count > MAX_BATCH or size > len(place):
+        raise ValueError(
+            f"{op.name}: {len(body)} bytes are not {count} entries and {sge_count} elements of one capsule"
+        )
+    deadline_us = deadline_us if deadline_us < _U32_MAX else _U32_MAX
+    _HEADER.pack_into(
+        place, 0, MAGIC, VERSION, op, flags, 0, 0, count, entry_bytes, sge_count, 0, deadline_us, 0, request_id, 0
+    )
+    place[HEADER_BYTES:size] = body
+    return size
 
 
 def decode_request(buffer: ReadableBuffer) -> Capsule:

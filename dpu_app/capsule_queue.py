@@ -34,18 +34,18 @@ class CapsuleQueue:
         """Nothing more is begun in this turn."""
         self._left = 0
 
-    def take(self, connection_id: int, capsules: Sequence[memoryview]) -> Sequence[memoryview]:
-        """Those of `capsules`, which have just come, to handle now. The others are copied and wait."""
+    def take(self, connection_id: int, capsules: Sequence[memoryview]) -> Iterator[memoryview]:
+        """Those of `capsules`, which have just come, to handle now, one by one. The others are copied and wait."""
         waiting = self._waiting.get(connection_id)
         if waiting is not None:
             waiting.extend(map(bytes, capsules))
-            return ()
+            return
         for place, capsule in enumerate(capsules):
             if self._left <= 0:
                 self._waiting[connection_id] = deque(map(bytes, capsules[place:]))
-                return capsules[:place]
+                return
             self._left -= len(capsule)
-        return capsules
+            yield capsule
 
     def next(self) -> Iterator[tuple[int, bytes]]:
         """What waits, one capsule of each connection in turn, as far as this turn goes."""

@@ -66,8 +66,9 @@ class Peer:
         self._leases: dict[int, MemoryRegion] = {}
         self._waiting: deque[bytes] = deque()
         self._free_sends = list(range(credits))
-        self._unposted: list[int] = []
-        """Receive buffers of capsules that are not answered yet."""
+        self._unposted: deque[int] = deque()
+        """Receive buffers of capsules that are not answered yet, oldest first: an answer gives back the oldest, which
+        was read before, whoever's answer it is."""
         self.session_id = CONNECT_DATA.unpack(request.private_data)[0]
         self.name = request.peer
         with contextlib.ExitStack() as stack:
@@ -165,7 +166,7 @@ class Peer:
             self._sending[buffer][:length] = capsule
             sge = Sge(self._send_address + buffer * MAX_CAPSULE_BYTES, length, self._capsule_region.lkey)
             requests.append(SendRequest(_SEND | buffer, Opcode.SEND, (sge,), 0, 0, _SIGNALED))
-            receives.append(self._receives[self._unposted.pop()])
+            receives.append(self._receives[self._unposted.popleft()])
         if requests:
             self._connection.post_recv(receives)  # before the answer, upon which the agent may send again
             self._connection.post_send(requests)

@@ -33,7 +33,7 @@ from dpu_app.busy_poll import BusyPoll
 from dpu_app.capsule_queue import CapsuleQueue
 from dpu_app.flash_errors import FlashErrorLog
 from dpu_app.peer import Peer
-from dpu_app.regions.context import Posting
+from dpu_app.regions.context import TURN_MOVED_MAX, Posting
 from dpu_app.regions.engine import RegionEngine
 from dpu_app.turn_times import Cause, Schedule, TurnTimes
 from dpu_app.worker_channel import ChannelClosedError, Message, WorkerEnd
@@ -109,6 +109,8 @@ class RegionServer:
         self._unsettled: set[int] = set()
         """Connections to look at in this turn of the loop: each promises to wake it only once polled empty."""
         self._capsules = CapsuleQueue()
+        self._moved = 0
+        """Bytes of what was posted in this turn."""
         self._busy_poll = busy_poll
         self._turns_to_look = 0
         self._look_at_ns = 0
@@ -151,6 +153,7 @@ class RegionServer:
                 self._look(now_ns)
             self._turns_to_look -= 1
             self._capsules.begin_turn()
+            self._moved = 0
             if self._capsules:
                 self._hear()
             for connection_id in tuple(self._unsettled):
@@ -236,29 +239,36 @@ class RegionServer:
         outbox = self._engine.outbox
         first = True
         while not outbox.empty:
-            completing: set[int] | None = None
-            if outbox.fabric:
-                fabric, outbox.fabric = outbox.fabric, []
-                completing = self._post(fabric)
-            if outbox.responses:
-                responses, outbox.responses = outbox.responses, []
-                self._send(responses)
-            if outbox.flash:  # last: handing over a hundred writes takes longer than to answer the agent
-                flash, outbox.flash = outbox.flash, []
-                self._submit(flash)
-            if outbox.broken:
-                broken, outbox.broken = outbox.broken, []
-                for connection_id in broken:
-                    self._drop(connection_id, "a transfer failed")
+            completing = self._put_out()
             if first and completing:
                 for connection_id in sorted(completing):  # a transfer may be through already
                     self._poll_peer(connection_id, now_ns)
             first = False
 
+    def _put_out(self) -> set[int] | None:
+        """Start what the outbox holds; the connections where some of it will complete."""
+        outbox = self._engine.outbox
+        completing: set[int] | None = None
+        if outbox.fabric:
+            fabric, outbox.fabric = outbox.fabric, []
+            completing = self._post(fabric)
+        if outbox.responses:
+            responses, outbox.responses = outbox.responses, []
+            self._send(responses)
+        if outbox.flash:  # last: handing over a hundred writes takes longer than to answer the agent
+            flash, outbox.flash = outbox.flash, []
+            self._submit(flash)
+        if outbox.broken:
+            broken, outbox.broken = outbox.broken, []
+            for connection_id in broken:
+                self._drop(connection_id, "a transfer failed")
+        return completing
+
     def _post(self, fabric: list[Posting]) -> set[int] | None:
         """READs and WRITEs; the connections where some of them will complete."""
         completing: set[int] | None = None
-        for connection_id, wr_id, opcode, requests, flags in fabric:
+        for posting in fabric:
+            connection_id, wr_id, opcode, requests, flags = posting
             peer = self._peers.get(connection_id)
             if peer is None:
                 continue
@@ -267,10 +277,13 @@ class RegionServer:
             except ShimError as error:
                 self._drop(connection_id, str(error))
                 continue
+            self._moved += posting.moved
             self._unsettled.add(connection_id)
             if flags:
                 completing = completing or set()
                 completing.add(connection_id)
+        if self._moved >= TURN_MOVED_MAX:
+            self._capsules.end_turn()
         return completing
 
     def _send(self, responses: list[tuple[int, bytes]]) -> None:
@@ -360,12 +373,10 @@ class RegionServer:
                 engine.on_fabric(connection_id, work)
             if capsules:
                 self._busy_poll.served(now_ns)
-                for capsule in self._capsules.take(connection_id, capsules):
-                    engine.receive(connection_id, capsule)
-                if engine.outbox.full:
-                    self._capsules.end_turn()
+                self._receive(connection_id, peer, capsules)
             if work or capsules:
-                self._unsettled.add(connection_id)  # whether there is more, the next turn sees
+                if self._peers.get(connection_id) is peer:
+                    self._unsettled.add(connection_id)  # whether there is more, the next turn sees
                 return
         if peer.lost:
             self._drop(connection_id, "the agent is gone")
@@ -373,6 +384,17 @@ class RegionServer:
             os.sched_yield()
         else:
             self._unsettled.discard(connection_id)
+
+    def _receive(self, connection_id: int, peer: Peer, capsules: list[memoryview]) -> None:
+        engine = self._engine
+        for capsule in self._capsules.take(connection_id, capsules):
+            if self._peers.get(connection_id) is not peer:
+                return
+            engine.receive(connection_id, capsule)
+            if engine.outbox.fabric and len(capsules) > 1:
+                self._put_out()  # the agent works on the answer to one while the next one's bytes are moved
+        if engine.outbox.full:
+            self._capsules.end_turn()
 
     def _drop(self, connection_id: int, reason: str = "") -> None:
         peer = self._peers.get(connection_id)

@@ -150,6 +150,7 @@ def requests(
     spans: Spans | None = None,
     domain: Domain | None = None,
     flags: wire.Flags = wire.Flags.NONE,
+    capsule_blocks: int = wire.MAX_BATCH,
 ) -> list[Request]:
     """Capsules of one region's share, whose `entries` are filled in here. `blocks` are their places in the batch (None:
     all, in order), `domain` has the keys of the spans' memory.
@@ -167,12 +168,12 @@ def requests(
     scattered = spans is not None and spans.starts is not None
     if scattered and blocks is None:
         blocks = np.arange(len(entries))
-    for first, last in _capsule_bounds(entries, scattered):
+    for first, last in _capsule_bounds(entries, scattered, capsule_blocks):
         part = entries[first:last]
         sges = None
         if spans is not None and rkeys is not None and blocks is not None and scattered:
             sges = _scatter(part, spans, blocks[first:last], rkeys)
-        result.append(Request(operation, part, slice(first_position + first, first_position + last), sges, flags))
+        result.append(Request.of(operation, part, first_position + first, flags, sges))
     operation.pending.update(result)
     return result
 
@@ -187,12 +188,19 @@ def _rkeys(spans: Spans, domain: Domain) -> npt.NDArray[np.uint32]:
     return np.array(keys, np.uint32)
 
 
-def _capsule_bounds(entries: Entries, scattered: bool) -> Iterator[tuple[int, int]]:
-    """Ranges of entries that fit one capsule each."""
+def cuts(start: int, end: int, about: int) -> Iterator[tuple[int, int]]:
+    """Ranges for one capsule each, all of about one size: at least `about` entries, where there are so many."""
+    count = end - start
+    parts = max(count // about, -(-count // wire.MAX_BATCH))
+    for part in range(parts):
+        yield start + part * count // parts, start + (part + 1) * count // parts
+
+
+def _capsule_bounds(entries: Entries, scattered: bool, about: int) -> Iterator[tuple[int, int]]:
+    """Ranges of entries that fit one capsule each, of `about` so many where elements leave room for them."""
     count = len(entries)
     if not scattered:
-        for first in range(0, count, wire.MAX_BATCH):
-            yield first, min(first + wire.MAX_BATCH, count)
+        yield from cuts(0, count, about)
         return
     elements = entries["sge_count"].astype(np.int64)
     elements[elements == 1] = 0  # carried in the entry itself
@@ -201,7 +209,7 @@ def _capsule_bounds(entries: Entries, scattered: bool) -> Iterator[tuple[int, in
     while first < count:
         before = int(ends[first - 1]) if first else 0
         last = int(np.searchsorted(ends, before + _CAPSULE_ROOM_BYTES, side="right"))
-        last = min(max(last, first + 1), first + wire.MAX_BATCH, count)
+        last = min(max(last, first + 1), first + about, count)
         yield first, last
         first = last
 

@@ -12,13 +12,11 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from common import wire
 from common.errors import UserError
-from common.status import Status
 from common.wire import EntryFlags, Flags, Op
-from host_agent import batch, dispatch, single
+from host_agent import batch, checksums, dispatch, plan, single
 from host_agent.batch import Keys
 from host_agent.core import AgentCore
 from host_agent.memory import LENGTH_BYTES_MAX, Spans
@@ -65,34 +63,44 @@ class Calls:
         flags = int(EntryFlags.HAS_CHECKSUM) if verify else 0
         ttl_s = _u32(ttl_s, "a block's time to live in seconds")
         wire_flags = Flags.UNTIL_FLASH if until_flash else Flags.NONE
+        slot_class = self._core.slot_class(namespace)
         key, spans = single.only_key(keys), self._core.memories.resolve(memory)
         place = single.only_span(spans) if key is not None else None
         if key is not None and place is not None:
             operation = self._core.operation(Op.STORE, 1, timeout_s)
-            checksum = _checksum(spans.pieces(0)) if verify else 0
-            link, grants, handle = dispatch.where(namespace, self._core.slot_class(namespace), key)
+            stated = checksums.checksum(spans.pieces(0)) if verify else 0
+            link, grants, handle = dispatch.where(namespace, slot_class, key)
             if grants is not None:
                 entry = single.block_entry(
-                    key,
-                    handle,
-                    place,
-                    spans,
-                    grants.domain,
-                    wanted=place[1],
-                    flags=flags,
-                    ttl_s=ttl_s,
-                    checksum=checksum,
+                    key, handle, place, spans, grants.domain, wanted=place[1], flags=flags, ttl_s=ttl_s, checksum=stated
                 )
                 dispatch.submit_one(self._core, operation, link, entry, grants, wire_flags)
-            return Call(operation, lambda: BlockResults(operation.collect()))
+            return _results(operation)
+        planned = plan.plan_blocks(slot_class, namespace.digest, keys, spans, ttl_s=ttl_s, flags=flags)
+        if planned is not None:
+            operation = self._core.operation(Op.STORE, len(spans), timeout_s)
+            seal, most = _sealed(operation, spans, verify)
+            dispatch.submit_plan(self._core, operation, slot_class, planned, wire_flags, capsule_blocks=most, seal=seal)
+            return _results(operation)
         pairs = _checked(keys, spans)
         entries = batch.block_entries(pairs, spans, spans.block_bytes, 0, ttl_s, flags)
-        if verify:
-            entries["checksum"] = [_checksum(spans.pieces(index)) for index in range(len(spans))]
         operation = self._core.operation(Op.STORE, len(pairs), timeout_s)
         sendable = _refuse(operation, batch.refusals(spans, 0, destination=False))
-        self._submit(operation, namespace, pairs, entries, sendable, spans, wire_flags)
-        return Call(operation, lambda: BlockResults(operation.collect()))
+        seal, most = _sealed(operation, spans, verify)
+        dispatch.submit(
+            self._core,
+            operation,
+            namespace,
+            slot_class,
+            pairs,
+            entries,
+            sendable,
+            spans,
+            wire_flags,
+            capsule_blocks=most,
+            seal=seal,
+        )
+        return _results(operation)
 
     def start_retrieve(
         self,
@@ -111,22 +119,45 @@ class Calls:
         place = single.only_span(spans) if key is not None and type(offset) is int and not whole else None
         if key is not None and place is not None and type(offset) is int and 0 <= offset <= LENGTH_BYTES_MAX:
             operation = self._core.operation(Op.RETRIEVE, 1, timeout_s)
+            compared = _compared(operation, spans, verify)
             link, grants, handle = dispatch.where(namespace, slot_class, key)
             if grants is not None:
                 entry = single.block_entry(
                     key, handle, place, spans, grants.domain, wanted=place[1], offset=offset, flags=flags
                 )
                 dispatch.submit_one(self._core, operation, link, entry, grants, Flags.NONE)
-            return _retrieve_call(operation, spans, verify)
+            return _results(operation, compared)
+        most = checksums.capsule_blocks(spans) if verify else wire.MAX_BATCH
+        if type(offset) is int and not whole and 0 <= offset <= LENGTH_BYTES_MAX:
+            planned = plan.plan_blocks(
+                slot_class, namespace.digest, keys, spans, offset=offset, flags=flags, must_be_apart=True
+            )
+            if planned is not None:
+                operation = self._core.operation(Op.RETRIEVE, len(spans), timeout_s)
+                compared = _compared(operation, spans, verify)
+                dispatch.submit_plan(self._core, operation, slot_class, planned, capsule_blocks=most)
+                return _results(operation, compared)
         pairs = _checked(keys, spans)
         offset = _offsets(offset, len(pairs))
         whole_bytes = slot_class.slot_bytes if whole else 0
         operation = self._core.operation(Op.RETRIEVE, len(pairs), timeout_s)
         sendable = _refuse(operation, batch.refusals(spans, offset, destination=True, whole_bytes=whole_bytes))
+        compared = _compared(operation, spans, verify)
         wanted = 0 if whole else spans.block_bytes
         entries = batch.block_entries(pairs, spans, wanted, _wire_offset(offset), 0, flags)
-        dispatch.submit(self._core, operation, namespace, slot_class, pairs, entries, sendable, spans, Flags.NONE)
-        return _retrieve_call(operation, spans, verify)
+        dispatch.submit(
+            self._core,
+            operation,
+            namespace,
+            slot_class,
+            pairs,
+            entries,
+            sendable,
+            spans,
+            Flags.NONE,
+            capsule_blocks=most,
+        )
+        return _results(operation, compared)
 
     def start_prefetch(
         self, namespace: Namespace, keys: Keys, memory: Any, offset: npt.ArrayLike, timeout_s: float | None
@@ -145,18 +176,18 @@ class Calls:
             operation = self._core.operation(Op.PREFETCH, len(pairs), timeout_s)
             sendable = _refuse(operation, batch.refusals(spans, offset, destination=True))
             self._submit(operation, namespace, pairs, entries, sendable, spans, Flags.TO_HOST)
-        return Call(operation, lambda: BlockResults(operation.collect()))
+        return _results(operation)
 
     def start_lookup(self, namespace: Namespace, keys: Keys, timeout_s: float | None) -> Call[LookupResult]:
         operation = self._start_keys(Op.LOOKUP, namespace, keys, 0, timeout_s)[0]
-        return Call(operation, lambda: LookupResult(operation.collect()))
+        return Call(operation, lambda: LookupResult(operation.answers))
 
     def start_keys(
         self, op: Op, namespace: Namespace, keys: Keys, argument: int, timeout_s: float | None
     ) -> Call[BlockResults]:
         """PIN, UNPIN, TOUCH, DELETE."""
         operation = self._start_keys(op, namespace, keys, argument, timeout_s)[0]
-        return Call(operation, lambda: BlockResults(operation.collect()))
+        return _results(operation)
 
     def start_lease(
         self, namespace: Namespace, keys: Keys, duration_ms: int, timeout_s: float | None
@@ -181,18 +212,26 @@ class Calls:
         self, op: Op, namespace: Namespace, keys: Keys, argument: int, timeout_s: float | None
     ) -> tuple[Operation, list[dispatch.Share]]:
         argument = _u32(argument, "a time in ms for LEASE, in seconds for PIN,") if argument else 0
+        slot_class = self._core.slot_class(namespace)
         key = single.only_key(keys)
         if key is not None:
             operation = self._core.operation(op, 1, timeout_s)
-            link, grants, handle = dispatch.where(namespace, self._core.slot_class(namespace), key)
+            link, grants, handle = dispatch.where(namespace, slot_class, key)
             if grants is not None:
                 entry = single.key_entry(key, handle, argument)
                 dispatch.submit_one(self._core, operation, link, entry, grants, Flags.NONE)
             return operation, [dispatch.Share(link, None, grants)]
+        planned = plan.plan_keys(slot_class, namespace.digest, keys, argument)
+        if planned is not None:
+            operation = self._core.operation(op, planned.blocks, timeout_s)
+            dispatch.submit_plan(self._core, operation, slot_class, planned)
+            return operation, dispatch.plan_shares(slot_class, planned) if op is Op.LEASE else []
         pairs = batch.key_pairs(keys)
         operation = self._core.operation(op, len(pairs), timeout_s)
         entries = batch.key_entries(pairs, argument)
-        return operation, self._submit(operation, namespace, pairs, entries, None, None, Flags.NONE)
+        return operation, dispatch.submit(
+            self._core, operation, namespace, slot_class, pairs, entries, None, None, Flags.NONE
+        )
 
 
 def _refuse(operation: Operation, statuses: npt.NDArray[np.uint8]) -> npt.NDArray[np.intp] | None:
@@ -230,33 +269,31 @@ def _wire_offset(offset: npt.ArrayLike) -> npt.ArrayLike:
     return np.asarray(offset).astype(np.uint32)
 
 
-def _retrieve_call(operation: Operation, spans: Spans, verify: bool) -> Call[BlockResults]:
-    if verify:
-        return Call(operation, lambda: _verified(operation, spans), heavy=True)
-    return Call(operation, lambda: BlockResults(operation.collect()))
+def _sealed(operation: Operation, spans: Spans, verify: bool) -> tuple[dispatch.Seal | None, int]:
+    """What writes checksums into a STORE's capsules, and how many blocks one of them takes."""
+    if not verify:
+        return None, wire.MAX_BATCH
+    return checksums.Checksums(operation, spans).seal, checksums.capsule_blocks(spans)
 
 
-def _checksum(pieces: list[memoryview]) -> int:
-    if len(pieces) == 1:
-        return xxhash.xxh3_64_intdigest(pieces[0])
-    digest = xxhash.xxh3_64()
-    for piece in pieces:
-        digest.update(piece)
-    return digest.intdigest()
+def _compared(operation: Operation, spans: Spans, verify: bool) -> checksums.Checksums | None:
+    if not verify:
+        return None
+    compared = checksums.Checksums(operation, spans)
+    compared.compare_as_they_come()
+    return compared
 
 
-def _verified(operation: Operation, spans: Spans) -> BlockResults:
-    """Compare what arrived with the checksums that the DPU states; CORRUPT where they differ."""
-    answers = operation.collect()
-    for index in np.flatnonzero(answers["status"] == Status.OK):
-        left = int(answers["length"][index])
-        pieces = []
-        for piece in spans.pieces(int(index)):
-            pieces.append(piece[:left])
-            left -= len(pieces[-1])
-        if left or _checksum(pieces) != int(answers["checksum"][index]):
-            answers["status"][index] = Status.CORRUPT
-    return BlockResults(answers)
+def _results(operation: Operation, compared: checksums.Checksums | None = None) -> Call[BlockResults]:
+    if compared is None:
+        return Call(operation, lambda: BlockResults(operation.answers))
+
+    def finish() -> BlockResults:
+        while compared.step():  # what came last, and all of it where another thread took the answers
+            continue
+        return BlockResults(operation.answers)
+
+    return Call(operation, finish, heavy=True)
 
 
 def _checked(keys: Keys, spans: Spans) -> batch.Pairs:

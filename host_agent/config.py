@@ -89,6 +89,9 @@ class AgentSettings:
     """Compare checksums on this side too, in every call that does not say."""
     capsules_in_flight: Annotated[int, Between(2, 256)] = 16
     """On each connection, at most as many as the DPU grants. Each takes 128 KiB of registered memory."""
+    busy_poll_s: Annotated[DurationS, Between(0, 0.01)] = 100e-6
+    """How long a call looks for its answer again and again before it sleeps until it is woken; it stops doing so where
+    that did not pay lately. Saves the time to be woken, and takes a core meanwhile. 0: sleep at once."""
     page_bytes: Annotated[SizeBytes, Between(4096, None)] = 4096
     """Of memory from the fabric; 2MiB for huge pages."""
     fabrics: tuple[str, ...] = ()

@@ -11,17 +11,17 @@ from typing import Any, Final
 
 import numpy as np
 
-from common import wire
 from common.errors import EntresolError, LowerLayerError, UnavailableError, UserError
 from common.identity import NamespaceRecord
 from common.status import Status
 from common.wire import Op
 from doca_shims.api import Clock, ShimError
 from host_agent.buffers import Buffer
+from host_agent.busy_poll import BusyPolling
 from host_agent.config import AgentSettings
 from host_agent.memory import MemoryTable, RegisteredMemory, registered_buffer
 from host_agent.namespace import Namespace
-from host_agent.operation import Operation
+from host_agent.operation import LAYOUT, Operation
 from host_agent.progress import Progress
 from host_agent.registration import Fabrics
 from host_agent.session import DpuSession
@@ -31,16 +31,14 @@ log = logging.getLogger(__name__)
 TIMEOUT_MAX_S: Final = 3600.0
 
 
-def _unanswered(layout: np.dtype[np.void]) -> tuple[bytes, np.dtype[np.void]]:
+def _unanswered(layout: np.dtype[np.void]) -> bytes:
     answer = np.zeros(1, layout)
     answer["status"] = Status.DISCONNECTED
-    return answer.tobytes(), layout
+    return answer.tobytes()
 
 
-_UNANSWERED: Final = {
-    op: _unanswered(wire.RESULT if op in (Op.LIST, Op.STAT) else layout) for op, layout in wire.RESPONSE_LAYOUT.items()
-}
-"""What one block's answer is before it came, and its layout, by operation."""
+_UNANSWERED: Final = {op: _unanswered(layout) for op, layout in LAYOUT.items()}
+"""What one block's answer is before it came, by operation."""
 
 
 class AgentCore:
@@ -52,7 +50,7 @@ class AgentCore:
     def __init__(self, settings: AgentSettings, clock: Clock) -> None:
         self.settings = settings
         self.clock = clock
-        self.progress = Progress(clock)
+        self.progress = Progress(clock, BusyPolling(settings.busy_poll_s))
         self.memories = MemoryTable()
         self._fabrics = Fabrics()
         self._records: dict[bytes, bytes] = {}
@@ -173,9 +171,8 @@ class AgentCore:
         timeout_s = self.settings.timeout_s if timeout_s is None else timeout_s
         if not 0 < timeout_s <= TIMEOUT_MAX_S:
             raise UserError(f"a timeout lies between 0 and {TIMEOUT_MAX_S:g} s, not {timeout_s:g}")
-        answer, layout = _UNANSWERED[op]
-        answers = np.frombuffer(bytearray(answer * count), layout) if count else np.zeros(0, layout)
-        return Operation(op, answers, self.clock.monotonic_ns() + int(timeout_s * 1e9))
+        deadline_ns = self.clock.monotonic_ns() + int(timeout_s * 1e9)
+        return Operation(op, bytearray(_UNANSWERED[op] * count), deadline_ns)
 
     def slot_class(self, namespace: Namespace) -> SlotClass:
         return self._topology.slot_class(namespace.block_bytes)

@@ -7,25 +7,28 @@ Decides nothing but where: placement says which region, the link's grants what a
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from common import wire
-from common.wire import Flags, Op
+from common.wire import MAX_BATCH, Flags, Op
 from host_agent import batch
 from host_agent.core import AgentCore
 from host_agent.link import RegionLink
 from host_agent.memory import Spans
 from host_agent.namespace import Namespace
 from host_agent.operation import Indices, Operation, Request, take
+from host_agent.plan import Plan
 from host_agent.registration import Grants
 from host_agent.topology import SlotClass
 
 log = logging.getLogger(__name__)
-ALL: Final = slice(None)
 _BYTE_REGIONS_MAX: Final = 256
+Seal = Callable[[Request], None]
+"""Completes a capsule right before it is sent, while those before it are on their way."""
 
 
 class Share(NamedTuple):
@@ -37,6 +40,9 @@ class Share(NamedTuple):
     grants: Grants | None
 
 
+_Prepared = list[tuple[RegionLink, list[Request], Grants]]
+
+
 def where(namespace: Namespace, slot_class: SlotClass, key: tuple[int, int]) -> tuple[RegionLink, Grants | None, int]:
     """The link of one key's region, and what a request there may name; no grants: it is answered DISCONNECTED."""
     link = slot_class.regions[slot_class.pod_map.place_one(*key)].link
@@ -46,15 +52,59 @@ def where(namespace: Namespace, slot_class: SlotClass, key: tuple[int, int]) -> 
 
 
 def submit_one(
-    core: AgentCore, operation: Operation, link: RegionLink, entry: wire.Entries, grants: Grants, flags: Flags
+    core: AgentCore, operation: Operation, link: RegionLink, entry: bytes, grants: Grants, flags: Flags
 ) -> None:
-    request = Request(operation, entry, ALL, None, flags)
+    request = Request(operation, entry, 1, 0, flags)
     operation.pending.add(request)
     try:
         link.submit((request,), grants)
     except BaseException:
         core.progress.abandon(operation)
         raise
+
+
+def submit_plan(
+    core: AgentCore,
+    operation: Operation,
+    slot_class: SlotClass,
+    plan: Plan,
+    flags: Flags = Flags.NONE,
+    *,
+    capsule_blocks: int = MAX_BATCH,
+    seal: Seal | None = None,
+) -> None:
+    """Send every block of a plain batch to its region, about so many in a capsule."""
+    if plan.order is not None:
+        operation.reorder(plan.order)
+    body = memoryview(plan.body)
+    entry_bytes = len(body) // operation.count
+    prepared: _Prepared = []
+    start = 0
+    for region, grants, handle, end in zip(slot_class.regions, plan.grants, plan.handles, plan.ends):
+        if end > start and handle and grants is not None:  # the others stay DISCONNECTED
+            if end - start <= capsule_blocks:
+                made = [Request(operation, body[start * entry_bytes : end * entry_bytes], end - start, start, flags)]
+            else:
+                made = [
+                    Request(operation, body[first * entry_bytes : last * entry_bytes], last - first, first, flags)
+                    for first, last in batch.cuts(start, end, capsule_blocks)
+                ]
+            operation.pending.update(made)
+            prepared.append((region.link, made, grants))
+        start = end
+    _send(core, operation, prepared, seal)
+
+
+def plan_shares(slot_class: SlotClass, plan: Plan) -> list[Share]:
+    """Which blocks a plan asks which region for."""
+    shares: list[Share] = []
+    order = None if plan.order is None else np.frombuffer(plan.order, np.int64).astype(np.intp)
+    start = 0
+    for region, grants, end in zip(slot_class.regions, plan.grants, plan.ends):
+        if end > start:
+            shares.append(Share(region.link, None if order is None else order[start:end], grants))
+        start = end
+    return shares
 
 
 def submit(
@@ -67,10 +117,13 @@ def submit(
     sendable: npt.NDArray[np.intp] | None,
     spans: Spans | None,
     flags: Flags,
+    *,
+    capsule_blocks: int = MAX_BATCH,
+    seal: Seal | None = None,
 ) -> list[Share]:
-    """Send every block, or those at `sendable`, to its region."""
+    """Send every block, or those at `sendable`, to its region, about so many in a capsule."""
     shares, ordered = _shares(operation, slot_class, pairs, entries, sendable)
-    prepared: list[tuple[RegionLink, list[Request], Grants]] = []
+    prepared: _Prepared = []
     position = 0
     for link, blocks, grants in shares:
         count = len(ordered) if blocks is None else len(blocks)
@@ -78,17 +131,34 @@ def submit(
         if grants is not None and handle is not None:  # the others stay DISCONNECTED
             part = ordered[position : position + count]
             made = batch.requests(
-                operation, part, position, blocks, handle, spans=spans, domain=grants.domain, flags=flags
+                operation,
+                part,
+                position,
+                blocks,
+                handle,
+                spans=spans,
+                domain=grants.domain,
+                flags=flags,
+                capsule_blocks=capsule_blocks,
             )
             prepared.append((link, made, grants))
         position += count
+    _send(core, operation, prepared, seal)
+    return shares
+
+
+def _send(core: AgentCore, operation: Operation, prepared: _Prepared, seal: Seal | None) -> None:
     try:
         for link, made, grants in prepared:
-            link.submit(made, grants)
+            if seal is None:
+                link.submit(made, grants)
+                continue
+            for request in made:
+                seal(request)
+                link.submit((request,), grants)
     except BaseException:
         core.progress.abandon(operation)
         raise
-    return shares
 
 
 def submit_page(
@@ -97,7 +167,7 @@ def submit_page(
     """LIST and STAT of one region: the answer is in `Operation.pages`."""
     operation = core.operation(op, 1, timeout_s)
     operation.pages = []
-    request = Request(operation, entries, ALL, flags=flags)
+    request = Request.of(operation, entries, flags=flags)
     operation.pending.add(request)
     link.submit([request], link.grants)
     return operation
@@ -115,7 +185,7 @@ def cancel(core: AgentCore, operation: Operation) -> Operation | None:
             continue
         entries = np.zeros(len(ids), wire.CANCEL_ENTRY)
         entries["request_id"] = ids
-        prepared.append((link, Request(asking, entries, slice(at, at + len(ids)))))
+        prepared.append((link, Request.of(asking, entries, at)))
         at += len(ids)
     asking.pending.update(request for _link, request in prepared)
     for link, request in prepared:

@@ -19,6 +19,7 @@ from common.errors import UserError
 from common.status import Status
 from common.wire import Op
 from doca_shims.api import Opcode, SendRequest, Sge
+from host_agent.batch import cuts
 from host_agent.core import AgentCore
 from host_agent.dispatch import Share
 from host_agent.link import SEND_QUEUE_READS, SEND_SGES_MAX, RegionLink
@@ -38,7 +39,7 @@ class Lease:
 
     def __init__(self, core: AgentCore, operation: Operation, shares: list[Share], asked_ns: int) -> None:
         self._core = core
-        self._answers = operation.collect()
+        self._answers = operation.answers
         self._links: list[RegionLink | None] = [None] * len(self._answers)
         self._grants: list[Grants | None] = [None] * len(self._answers)
         for link, blocks, grants in shares:
@@ -115,7 +116,8 @@ class Lease:
         start = 0
         for link, indices in held.items():
             made = [
-                Request(operation, entries[part], part) for part in _parts(start, start + len(indices), wire.MAX_BATCH)
+                Request.of(operation, entries[first:last], first)
+                for first, last in cuts(start, start + len(indices), wire.MAX_BATCH)
             ]
             operation.pending.update(made)
             prepared.append((link, made, self._grants[indices[0]]))
@@ -123,7 +125,7 @@ class Lease:
         for link, made, grants in prepared:
             link.submit(made, grants)
         self._core.progress.wait(operation)
-        return BlockResults(operation.collect())
+        return BlockResults(operation.answers)
 
     def __enter__(self) -> Lease:
         return self
@@ -155,7 +157,7 @@ class Lease:
         if not reads:
             operation.answers["status"][place] = Status.BAD_RANGE
             return
-        request = Request(operation, operation.answers[:0], slice(place, place + 1))
+        request = Request(operation, b"", 1, place)
         request.deadline_ns = min(request.deadline_ns, int(self._usable_until_ns[index]))
         posts.append((link, request, reads, grants))
 
@@ -170,7 +172,7 @@ class Lease:
             link, request, reads, _grants = post
             if now_ns >= request.deadline_ns:
                 late = now_ns >= operation.deadline_ns
-                operation.answers["status"][request.positions] = Status.DEADLINE if late else Status.MISS
+                operation.mark(request, Status.DEADLINE if late else Status.MISS)
             elif link in taken and taken[link] + len(reads) > SEND_QUEUE_READS:
                 later.append(post)
             else:
@@ -195,10 +197,6 @@ class Lease:
         answers["checksum"][place] = digest.intdigest()
         if digest.intdigest() != int(self._answers["checksum"][index]):
             answers["status"][place] = Status.CORRUPT
-
-
-def _parts(first: int, last: int, size: int) -> list[slice]:
-    return [slice(start, min(start + size, last)) for start in range(first, last, size)]
 
 
 def _reads(

@@ -30,6 +30,7 @@ from doca_shims.api import (
     ShimError,
     WcStatus,
 )
+from host_agent import native_batches
 from host_agent.capsules import CapsuleBuffers
 from host_agent.operation import Operation, Request
 from host_agent.registration import Grants
@@ -42,6 +43,9 @@ _SEND, _RECV = Opcode.SEND, Opcode.RECV
 _SIGNALED, _SILENT = SendFlags.SIGNALED, SendFlags.NONE
 _READY, _SUCCESS = ConnectionState.READY, WcStatus.SUCCESS
 """Members looked up once: on the way of every capsule, an enumeration's attribute costs more than a global."""
+_COMPLETIONS_MAX = 256
+_REPOST_SHARE = 4
+"""Receive places are posted again by a quarter of them."""
 _YIELDING = frozenset((Op.STORE, Op.PREFETCH))
 """Operations that give way to all others, and leave them some of the credits: however many stores and hints are under
 way, a load is sent at once, and so is a CANCEL."""
@@ -57,6 +61,9 @@ _SIGNAL_EVERY = 32
 """One capsule in so many asks for a completion: an answer implies that its request was sent."""
 SEND_QUEUE_SLOTS = SEND_QUEUE_READS + 2 * _SIGNAL_EVERY
 """What a link needs beside one slot for each capsule in flight."""
+
+_STATUSES = {int(status): status for status in Status}
+_new = tuple.__new__
 
 
 class Poller(Protocol):
@@ -91,6 +98,8 @@ class RegionLink:
         """Likewise waiting for credits, those of _YIELDING."""
         self._send_places: list[int] = []
         self._kept_places = 0
+        self._reposts: list[RecvRequest] = []
+        """Free receive places that are not posted yet: several at once cost little more than one."""
         self._unsignalled = 0
         self._broken = ""
 
@@ -108,6 +117,7 @@ class RegionLink:
             self._send_places = list(range(min(credits_count, buffers.count)))
             places = len(self._send_places)
             self._kept_places = max(1, places // _KEPT_SHARE) if places > 1 else 0
+            self._reposts = []
             self._unsignalled = 0
             self._broken = ""
             self.down_reason = ""
@@ -156,10 +166,11 @@ class RegionLink:
                 else:
                     self._end(f"posting a read failed: {error}")
 
-    def drive(self) -> bool:
-        """Handle what has arrived; never blocks. Whether there may be more."""
+    def drive(self, arm: bool = True) -> bool:
+        """Handle what has arrived; never blocks. Whether there may be more. With `arm` False it is a look only, after
+        which the descriptor tells nothing until `drive` without it has returned False."""
         with self._lock:
-            return self._drive()
+            return self._drive(arm)
 
     def probe(self) -> None:
         """Notice a lost connection on a link that nobody waits on."""
@@ -219,36 +230,42 @@ class RegionLink:
                 request.operation.settle_as(request, Status.DEADLINE)
                 continue
             request.request_id = next(self._request_ids)
-            capsule = wire.encode(
+            place = self._send_places.pop()
+            size = wire.write_request(
+                buffers.sends[place],
                 request.op,
                 request.request_id,
-                request.entries,
-                sges=request.sges,
+                request.body,
+                request.count,
+                sge_count=request.sge_count,
                 flags=request.flags,
                 deadline_us=left_us,
             )
-            place = self._send_places.pop()
             self._in_flight[request.request_id] = (request, place)
             self._unsignalled += 1
             signalled = self._unsignalled >= _SIGNAL_EVERY
             if signalled:  # success of the earlier ones is implied, and their queue slots are free again
                 self._unsignalled = 0
             flags = _SIGNALED if signalled else _SILENT
-            sends.append(SendRequest(place, _SEND, buffers.fill(place, capsule), 0, 0, flags))
+            sends.append(_new(SendRequest, (place, _SEND, (buffers.sge(place, size),), 0, 0, flags)))
         if not sends:
             return
         try:
+            if len(self._in_flight) + len(self._reposts) > buffers.count:
+                self._repost(connection)  # there is a place for every answer
             connection.post_send(sends)
         except ShimError as error:
             self._broken = f"posting failed: {error}"
 
-    def _drive(self) -> bool:
+    def _drive(self, arm: bool = True) -> bool:
         connection, buffers = self._connection, self._buffers
         if connection is None or buffers is None:
             return False
         try:
-            completions = connection.poll()
-            reposts: list[RecvRequest] = []
+            completions = connection.poll(_COMPLETIONS_MAX, arm)
+            if not completions and not arm and connection.state is _READY:
+                return False
+            reposts = self._reposts
             for completion in completions:
                 if completion.opcode != _RECV:
                     self._on_sent(completion)
@@ -256,8 +273,8 @@ class RegionLink:
                     reposts.append(buffers.recvs[completion.wr_id])
             if connection.state is not _READY and not self._broken:
                 self._broken = "the other side went away"
-            if reposts and not self._broken:
-                connection.post_recv(reposts)
+            if len(reposts) * _REPOST_SHARE > buffers.count and not self._broken:
+                self._repost(connection)
         except ShimError as error:
             self._broken = self._broken or f"the connection failed: {error}"
             completions = []
@@ -268,26 +285,34 @@ class RegionLink:
             return False
         return bool(completions)
 
+    def _repost(self, connection: Connection) -> None:
+        """Raises ShimError."""
+        reposts, self._reposts = self._reposts, []
+        connection.post_recv(reposts)
+
     def _on_receive(self, completion: Completion, buffers: CapsuleBuffers) -> bool:
         """Whether the place is to be posted again."""
         if completion.status != _SUCCESS:
             self._broken = self._broken or f"a receive ended with {completion.status.name}"
             return False
-        try:
-            capsule = wire.decode_response(buffers.received(completion.wr_id, completion.byte_count))
-        except wire.WireError as error:
-            self._broken = f"the DPU sent what is no answer: {error}"
-            return False
-        entry = self._in_flight.pop(capsule.request_id, None)
+        received = buffers.received(completion.wr_id, completion.byte_count)
+        opened = native_batches.MODULE.response(received, native_batches.KNOWN) if native_batches.MODULE else None
+        if opened is None:
+            try:
+                opened = _open(received)
+            except wire.WireError as error:
+                self._broken = f"the DPU sent what is no answer: {error}"
+                return False
+        request_id, op, status, aux, entries_bytes = opened
+        entry = self._in_flight.pop(request_id, None)
         if entry is None:
-            self._broken = f"the DPU answered request {capsule.request_id}, which is not in flight"
+            self._broken = f"the DPU answered request {request_id}, which is not in flight"
             return False
         request, place = entry
         self._send_places.append(place)
-        if capsule.op is not request.op or not request.operation.answer(
-            request, capsule.status, capsule.aux, capsule.entries
-        ):
-            self._broken = f"the DPU's answer does not fit {request.op.name} of {len(request.entries)} entries"
+        entries = received[wire.HEADER_BYTES : wire.HEADER_BYTES + entries_bytes]
+        if op != request.op or not request.operation.answer(request, _STATUSES[status], aux, entries):
+            self._broken = f"the DPU's answer does not fit {request.op.name} of {request.count} entries"
             request.operation.settle_as(request, Status.BAD_REQUEST)
             return False
         request.operation.settle(request)
@@ -299,7 +324,7 @@ class RegionLink:
             self._broken = self._broken or f"a send ended with {completion.status.name}"
             if request is not None:
                 self._reads[completion.wr_id] = request  # answered once the connection is gone
-                request.operation.answers["status"][request.positions] = Status.TRANSFER_ERROR
+                request.operation.mark(request, Status.TRANSFER_ERROR)
         elif request is not None:
             request.operation.settle_as(request, Status.OK)
 
@@ -331,3 +356,9 @@ class RegionLink:
         if by_itself:
             log.info("connection to a region lost", extra={"region": self.name, "reason": reason})
             self._lost()
+
+
+def _open(received: memoryview) -> tuple[int, int, int, int, int]:
+    """(request id, operation, status, aux, bytes of entries). Raises WireError."""
+    capsule = wire.decode_response(received)
+    return capsule.request_id, capsule.op, capsule.status, capsule.aux, capsule.entries.nbytes

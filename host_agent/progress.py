@@ -1,9 +1,10 @@
 """Who waits for the fabric: the calling threads themselves, one at a time, without a polling thread.
 
-A thread that waits for its operation leads if nobody does: it sleeps in epoll over every link's descriptor and handles
-what arrives for all. The others follow, asleep, until their operation completes or the lead is free. A background
-thread exists only from the first asynchronous operation on, and leads only while one is outstanding and no caller
-waits. Deadlines are kept here: an operation that is not answered in time ends as `RegionLink.expire` says.
+A thread that waits for its operation leads if nobody does: it sleeps in epoll over every link's descriptor, once it has
+looked for a short time (`host_agent.busy_poll`), and handles what arrives for all. The others follow, asleep, until
+their operation completes or the lead is free. A background thread exists only from the first asynchronous operation on,
+and leads only while one is outstanding and no caller waits. Deadlines are kept here: an operation that is not answered
+in time ends as `RegionLink.expire` says.
 """
 
 from __future__ import annotations
@@ -14,18 +15,21 @@ import select
 import threading
 
 from doca_shims.api import Clock
+from host_agent.busy_poll import BusyPolling
 from host_agent.link import RegionLink
 from host_agent.operation import Operation
 
 log = logging.getLogger(__name__)
 _CLOSE_TIMEOUT_S = 5.0
+_yield = os.sched_yield
 
 
 class Progress:
     """One for each client. Closed after all links are."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, busy: BusyPolling) -> None:
         self._clock = clock
+        self._busy = busy
         self._epoll = select.epoll()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._wake_fd, select.EPOLLIN)
@@ -116,20 +120,47 @@ class Progress:
     # ------------------------------------------------------------------------------------ leading and following
 
     def _drive(self, operation: Operation) -> None:
-        pending = operation.pending
+        pending, clock = operation.pending, self._clock.monotonic_ns
         while pending:
-            if self._unsettled:
-                self._settle_links()
-                if not pending:
-                    return
-            left_s = (operation.deadline_ns - self._clock.monotonic_ns()) / 1e9
-            if left_s <= 0:
+            now_ns = clock()
+            if now_ns >= operation.deadline_ns:
                 return
-            self._sleep(left_s)
+            found = not self._followers and self._busy.limit_ns > 0 and self._look(operation, now_ns)
+            if not found:
+                self._settle_links()
+            # While others wait, all that is left to do for this operation alone waits until somebody else leads.
+            if not pending or (operation.check is not None and not self._followers and operation.check()) or found:
+                continue
+            left_s = (operation.deadline_ns - clock()) / 1e9
+            if left_s > 0:
+                self._sleep(0.0 if self._unsettled else left_s)
+
+    def _look(self, operation: Operation, now_ns: int) -> bool:
+        """Look for answers to `operation`, if that is worth it, until one came or the time for it is over. Whether one
+        came. Others that wait, and so want the interpreter, end it: its lock is free for long in epoll only."""
+        pending, clock = operation.pending, self._clock.monotonic_ns
+        links = [link for link in {request.link for request in list(pending)} if link is not None]
+        looking = self._busy.due(operation, len(links))
+        if looking is None:
+            return False
+        until_ns = min(now_ns + self._busy.limit_ns, operation.deadline_ns)
+        self._unsettled.update(links)  # a look leaves them untold
+        awaited = len(pending)
+        found = False
+        while not self._followers:
+            for link in links:
+                link.drive(False)
+            found = len(pending) < awaited
+            if found or clock() >= until_ns:
+                break
+            _yield()  # the interpreter's lock, and the core to whoever else is to run on it
+        looking.told(found)
+        return found
 
     def _settle_links(self) -> None:
-        """Poll again what gave something last time: a connection promises to wake us only once polled empty. Done
-        before sleeping and not after each answer, so that it overlaps with the DPU's work on the next request."""
+        """Poll again what gave something last time, or was looked at only: a connection promises to wake us once a
+        plain poll found nothing. Done before sleeping and not after each answer, so that it overlaps with the DPU's
+        work on the next request."""
         for link in list(self._unsettled):
             if not link.drive():
                 self._unsettled.discard(link)
@@ -205,7 +236,7 @@ class Progress:
         try:
             while self._background and not self._followers and not self._closed:
                 self._settle_links()
-                self._sleep(self._background_left_s() or 0.0)
+                self._sleep(0.0 if self._unsettled else self._background_left_s() or 0.0)
                 self._expire_overdue()
         finally:
             self._step_down()

@@ -16,6 +16,10 @@ from common.status import BlockState, Status
 Bools: TypeAlias = npt.NDArray[np.bool_]
 Answers: TypeAlias = npt.NDArray[np.void]
 
+_PRESENT = bytes((Status.OK,))
+_DONE = bytes((Status.OK, Status.EXISTS))
+"""Bytes are searched faster than numpy starts."""
+
 
 class BlockResult(NamedTuple):
     """One block's outcome. `length` is what was moved or is present, `checksum` its XXH3-64 or 0."""
@@ -61,7 +65,7 @@ class BlockResults:
 
     @property
     def all_ok(self) -> bool:
-        return not len(self._answers) or int(self._answers["status"].max()) <= Status.EXISTS
+        return not self._answers["status"].tobytes().translate(None, _DONE)
 
     def counts(self) -> dict[Status, int]:
         """How many blocks had each status that occurred."""
@@ -90,9 +94,8 @@ class LookupResult:
 
     def __init__(self, answers: Answers) -> None:
         self._answers = answers
-        absent = answers["status"] != 0
-        first = int(absent.argmax()) if len(answers) else 0
-        self.prefix_blocks = first if len(answers) and absent[first] else len(answers)
+        statuses = answers["status"].tobytes()
+        self.prefix_blocks = len(statuses) - len(statuses.lstrip(_PRESENT))
         """Length of the longest prefix whose blocks are all present."""
 
     @property

@@ -9,8 +9,6 @@ from __future__ import annotations
 import struct
 from typing import Final
 
-import numpy as np
-
 from common import wire
 from common.errors import UserError
 from host_agent.batch import Keys
@@ -52,17 +50,16 @@ def block_entry(
     flags: int = 0,
     ttl_s: int = 0,
     checksum: int = 0,
-) -> wire.Entries:
+) -> bytes:
     """STORE, RETRIEVE. Raises UserError for memory that is not registered."""
     region = domain.region(spans.memories[0])
     if region is None:
         raise UserError("this memory has been closed, or is registered with another client")
-    packed = _BLOCK_ENTRY.pack(
+    return _BLOCK_ENTRY.pack(
         key[0], key[1], namespace, wanted, offset, flags, 1, place[0], region.rkey, ttl_s, checksum, 0
     )
-    return np.frombuffer(packed, wire.BLOCK_ENTRY)
 
 
-def key_entry(key: tuple[int, int], namespace: int, argument: int) -> wire.Entries:
+def key_entry(key: tuple[int, int], namespace: int, argument: int) -> bytes:
     """LOOKUP, LEASE, PIN, UNPIN, TOUCH, DELETE."""
-    return np.frombuffer(_KEY_ENTRY.pack(key[0], key[1], namespace, argument), wire.KEY_ENTRY)
+    return _KEY_ENTRY.pack(key[0], key[1], namespace, argument)

@@ -213,7 +213,7 @@ static PyObject *lookup(HotPath *self, const struct request *r)
     }
     count(self, STAT_LOOKUPS, r->count);
     count(self, STAT_LOOKUP_HITS, present);
-    PyObject *answer = PyTuple_Pack(3, response, Py_None, Py_None);
+    PyObject *answer = PyTuple_Pack(4, response, Py_None, Py_None, Py_None);
     Py_DECREF(response);
     return answer;
 }
@@ -342,10 +342,11 @@ static PyObject *retrieve(HotPath *self, const struct request *r, uint32_t lkey,
     PyObject *answer = NULL;
     PyObject *requests = d.count ? PyBytes_FromStringAndSize(NULL, (Py_ssize_t)d.count * REQUEST_BYTES) : NULL;
     PyObject *held = d.count ? PyBytes_FromStringAndSize((const char *)d.frames, (Py_ssize_t)d.count * 4) : NULL;
+    PyObject *moved = d.count ? PyLong_FromUnsignedLongLong(d.bytes) : NULL;
     if (!d.count)
-        answer = PyTuple_Pack(3, response, Py_None, Py_None);
-    else if (requests != NULL && held != NULL)
-        answer = PyTuple_Pack(3, response, requests, held);
+        answer = PyTuple_Pack(4, response, Py_None, Py_None, Py_None);
+    else if (requests != NULL && held != NULL && moved != NULL)
+        answer = PyTuple_Pack(4, response, requests, held, moved);
     if (answer != NULL) {
         uint32_t *references = self->frames->references.view.buf;
         if (d.count)
@@ -362,6 +363,7 @@ static PyObject *retrieve(HotPath *self, const struct request *r, uint32_t lkey,
     Py_DECREF(response);
     Py_XDECREF(requests);
     Py_XDECREF(held);
+    Py_XDECREF(moved);
     return answer;
 }
 

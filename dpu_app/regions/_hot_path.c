@@ -187,7 +187,8 @@ static void hot_path_free(HotPath *self)
 
 static PyMethodDef methods[] = {
     {"serve", (PyCFunction)(void (*)(void))py_serve, METH_FASTCALL,
-     "serve(capsule, handles, open, lkey, room, counting, room_moved): (response, RDMA requests, frames held) or None"},
+     "serve(capsule, handles, open, lkey, room, counting, room_moved): (response, RDMA requests, frames held, bytes moved)"
+     " or None"},
     {"find", (PyCFunction)(void (*)(void))py_find, METH_FASTCALL,
      "find(entries, entry_bytes, handles): (slots, denied) or None"},
     {NULL, NULL, 0, NULL},

@@ -39,7 +39,7 @@ from dpu_app.regions.load_path import LoadPath
 from dpu_app.regions.namespace_use import NamespaceUse
 from dpu_app.regions.quota import QuotaPolicy
 from dpu_app.regions.recovery import OpenRegion
-from dpu_app.regions.sessions import Connection, Session, moved_by
+from dpu_app.regions.sessions import Connection, Session
 from dpu_app.regions.stats import Stats
 from dpu_app.regions.store_path import StorePath
 from dpu_app.regions.window import Window
@@ -193,9 +193,9 @@ class RegionEngine:
         served = path.serve(capsule, connection)
         if served is None:
             return False
-        response, requests, frames = served
-        if requests is not None and frames is not None:
-            connection.follow(len(frames) // hot_path.FRAME_BYTES, moved_by(requests), frames)
+        response, requests, frames, moved = served
+        if requests is not None and frames is not None and moved is not None:
+            connection.follow(len(frames) // hot_path.FRAME_BYTES, moved, frames)
             self.outbox.fabric.append(Posting(connection.connection_id, 0, _WRITE, requests, _UNSIGNALLED))
         self._respond(connection, response)
         return True

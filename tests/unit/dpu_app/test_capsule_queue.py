@@ -23,9 +23,9 @@ def views(*sizes: int) -> list[memoryview]:
 def test_what_fits_the_turn_is_handled_at_once() -> None:
     queue = CapsuleQueue()
     queue.begin_turn()
-    assert len(queue.take(1, views(40, 40, 40))) == 3  # the last is begun
+    assert len(list(queue.take(1, views(40, 40, 40)))) == 3  # the last is begun
     assert not queue
-    assert len(queue.take(2, views(1))) == 0
+    assert len(list(queue.take(2, views(1)))) == 0
     assert 2 in queue
     queue.begin_turn()
     assert [connection_id for connection_id, _ in queue.next()] == [2]
@@ -37,10 +37,10 @@ def test_what_waits_is_a_copy_and_keeps_its_place() -> None:
     queue = CapsuleQueue()
     queue.begin_turn()
     first, second = views(200, 3)
-    assert len(queue.take(1, [first, second])) == 1
+    assert len(list(queue.take(1, [first, second]))) == 1
     second[:] = b"xyz"
     queue.begin_turn()
-    assert len(queue.take(1, views(1))) == 0  # behind what waits
+    assert len(list(queue.take(1, views(1)))) == 0  # behind what waits
     assert [capsule for _, capsule in queue.next()] == [bytes(3), bytes(1)]
 
 
@@ -48,7 +48,7 @@ def test_nothing_is_begun_in_a_turn_that_was_ended() -> None:
     queue = CapsuleQueue()
     queue.begin_turn()
     queue.end_turn()
-    assert len(queue.take(1, views(1))) == 0
+    assert len(list(queue.take(1, views(1)))) == 0
     assert list(queue.next()) == []
     queue.begin_turn()
     for _ in queue.next():
@@ -60,7 +60,7 @@ def test_connections_take_turns() -> None:
     queue = CapsuleQueue()
     queue.end_turn()
     for connection_id in (1, 2, 3):
-        queue.take(connection_id, views(*[100] * (2 * connection_id)))
+        list(queue.take(connection_id, views(*[100] * (2 * connection_id))))
     order = []
     while queue:
         queue.begin_turn()
@@ -70,7 +70,7 @@ def test_connections_take_turns() -> None:
 
 def test_a_connection_that_is_gone_is_forgotten() -> None:
     queue = CapsuleQueue()
-    queue.take(1, views(5))
+    assert list(queue.take(1, views(5))) == []
     queue.drop(1)
     queue.drop(2)
     queue.begin_turn()
@@ -98,3 +98,15 @@ def test_nothing_is_lost_nor_out_of_order_and_turns_are_bounded(seed: int) -> No
                     begun.append(len(taken))
         assert sum(begun[:-1]) < 100
     assert got == sent
+
+
+def test_a_turn_that_is_ended_meanwhile_leaves_the_rest() -> None:
+    queue = CapsuleQueue()
+    queue.begin_turn()
+    handled = 0
+    for _ in queue.take(1, views(1, 2, 3)):
+        handled += 1
+        queue.end_turn()
+    assert handled == 1
+    queue.begin_turn()
+    assert [len(capsule) for _, capsule in queue.next()] == [2, 3]
