@@ -237,6 +237,8 @@ class RegionEngine:
     def tick(self) -> None:
         """Time has passed: deadlines, leases, housekeeping."""
         now_ns = self._context.clock.monotonic_ns()
+        if self._context.queue.behind:
+            self.on_flash(())
         for batch in self._deadlines.expired(now_ns):
             self._expire(batch)
         self._leases.expire(now_ns)
@@ -247,7 +249,7 @@ class RegionEngine:
 
     def next_wakeup_ns(self) -> int:
         """Monotonic time at which `tick` is due."""
-        due_ns = self._next_tick_ns
+        due_ns = 0 if self._context.queue.behind else self._next_tick_ns
         deadline_ns = self._deadlines.next_ns()
         if deadline_ns is not None and deadline_ns < due_ns:
             due_ns = deadline_ns
