@@ -30,16 +30,19 @@ from doca_shims.api import (
 )
 from dpu_app.background_task import BackgroundTask
 from dpu_app.busy_poll import BusyPoll
+from dpu_app.capsule_queue import CapsuleQueue
 from dpu_app.flash_errors import FlashErrorLog
 from dpu_app.peer import Peer
-from dpu_app.regions.context import Posting
+from dpu_app.regions.context import TURN_MOVED_MAX, Posting
 from dpu_app.regions.engine import RegionEngine
 from dpu_app.turn_times import Cause, Schedule, TurnTimes
 from dpu_app.worker_channel import ChannelClosedError, Message, WorkerEnd
 
 NS_PER_S = 1_000_000_000
 TURNS_PER_LOOK = 16
-"""While connections are being polled, the other descriptors are looked at once in so many turns of the loop."""
+"""While connections are being polled, the other descriptors are looked at once in so many turns of the loop,"""
+LOOK_NS = 200_000
+"""or after so long: a busy agent's turns may take milliseconds, and another one's first request waits for a look."""
 STOP_DRAIN_S = 10.0
 """A stop without a drain before it flushes for at most so long."""
 _LOG = logging.getLogger(__name__)
@@ -105,8 +108,12 @@ class RegionServer:
         self._peer_by_fd: dict[int, int] = {}
         self._unsettled: set[int] = set()
         """Connections to look at in this turn of the loop: each promises to wake it only once polled empty."""
+        self._capsules = CapsuleQueue()
+        self._moved = 0
+        """Bytes of what was posted in this turn."""
         self._busy_poll = busy_poll
         self._turns_to_look = 0
+        self._look_at_ns = 0
         self._next_connection = 0
         self._draining = False
         self._drain_waiters: list[tuple[int, int]] = []  # request id, deadline
@@ -142,9 +149,13 @@ class RegionServer:
         while not self._stopped():
             now_ns = times.turn(rest)
             rest = Cause.RECEIVE
-            if not self._unsettled or not self._turns_to_look:
+            if not self._unsettled or not self._turns_to_look or now_ns >= self._look_at_ns:
                 self._look(now_ns)
             self._turns_to_look -= 1
+            self._capsules.begin_turn()
+            self._moved = 0
+            if self._capsules:
+                self._hear()
             for connection_id in tuple(self._unsettled):
                 self._poll_peer(connection_id, now_ns)
             if now_ns >= engine.next_wakeup_ns():
@@ -159,10 +170,18 @@ class RegionServer:
             if self._drain_waiters or self._channel.wants_write or self._channel_writing:
                 self._serve_channel()
 
+    def _hear(self) -> None:
+        """What earlier turns left."""
+        for connection_id, capsule in self._capsules.next():
+            self._engine.receive(connection_id, capsule)
+            if self._engine.outbox.full:
+                self._capsules.end_turn()
+
     def _look(self, now_ns: int) -> None:
         """At all descriptors; until something comes or is due, where no connection needs to be polled."""
         self._turns_to_look = TURNS_PER_LOOK
-        left_ns = 0 if self._unsettled else max(0, self._engine.next_wakeup_ns() - now_ns)
+        self._look_at_ns = now_ns + LOOK_NS
+        left_ns = 0 if self._unsettled or self._capsules else max(0, self._engine.next_wakeup_ns() - now_ns)
         ready = self._epoll.poll(left_ns / NS_PER_S)
         self._times.awake()
         for fd, _ in ready:
@@ -248,7 +267,8 @@ class RegionServer:
     def _post(self, fabric: list[Posting]) -> set[int] | None:
         """READs and WRITEs; the connections where some of them will complete."""
         completing: set[int] | None = None
-        for connection_id, wr_id, opcode, requests, flags in fabric:
+        for posting in fabric:
+            connection_id, wr_id, opcode, requests, flags = posting
             peer = self._peers.get(connection_id)
             if peer is None:
                 continue
@@ -257,10 +277,13 @@ class RegionServer:
             except ShimError as error:
                 self._drop(connection_id, str(error))
                 continue
+            self._moved += posting.moved
             self._unsettled.add(connection_id)
             if flags:
                 completing = completing or set()
                 completing.add(connection_id)
+        if self._moved >= TURN_MOVED_MAX:
+            self._capsules.end_turn()
         return completing
 
     def _send(self, responses: list[tuple[int, bytes]]) -> None:
@@ -349,15 +372,11 @@ class RegionServer:
             if work:
                 engine.on_fabric(connection_id, work)
             if capsules:
-                self._busy_poll.served(now_ns)
-                for capsule in capsules:
-                    if self._peers.get(connection_id) is not peer:
-                        return
-                    engine.receive(connection_id, capsule)
-                    if engine.outbox.fabric and len(capsules) > 1:
-                        self._put_out()  # the agent works on the answer to one while the next one's bytes are moved
+                self._busy_poll.served()
+                self._receive(connection_id, peer, capsules)
             if work or capsules:
-                self._unsettled.add(connection_id)  # whether there is more, the next turn sees
+                if self._peers.get(connection_id) is peer:
+                    self._unsettled.add(connection_id)  # whether there is more, the next turn sees
                 return
         if peer.lost:
             self._drop(connection_id, "the agent is gone")
@@ -366,11 +385,23 @@ class RegionServer:
         else:
             self._unsettled.discard(connection_id)
 
+    def _receive(self, connection_id: int, peer: Peer, capsules: list[memoryview]) -> None:
+        engine = self._engine
+        for capsule in self._capsules.take(connection_id, capsules):
+            if self._peers.get(connection_id) is not peer:
+                return
+            engine.receive(connection_id, capsule)
+            if engine.outbox.fabric and len(capsules) > 1:
+                self._put_out()  # the agent works on the answer to one while the next one's bytes are moved
+        if engine.outbox.full:
+            self._capsules.end_turn()
+
     def _drop(self, connection_id: int, reason: str = "") -> None:
         peer = self._peers.get(connection_id)
         if peer is None:
             return
         self._unsettled.discard(connection_id)
+        self._capsules.drop(connection_id)
         self._epoll.unregister(peer.fileno())
         del self._peer_by_fd[peer.fileno()]
         peer.close()

@@ -193,9 +193,9 @@ class RegionEngine:
         served = path.serve(capsule, connection)
         if served is None:
             return False
-        response, requests, frames = served
-        if requests is not None and frames is not None:
-            connection.follow(len(frames) // hot_path.FRAME_BYTES, frames)
+        response, requests, frames, moved = served
+        if requests is not None and frames is not None and moved is not None:
+            connection.follow(len(frames) // hot_path.FRAME_BYTES, moved, frames)
             self.outbox.fabric.append(Posting(connection.connection_id, 0, _WRITE, requests, _UNSIGNALLED))
         self._respond(connection, response)
         return True
@@ -203,7 +203,10 @@ class RegionEngine:
     def on_sent(self, connection_id: int, count: int) -> None:
         """The SENDs of `count` more of the connection's responses are complete; they complete in order."""
         connection = self._context.connections.get(connection_id)
-        if connection is not None and connection.sent(count) and (connection.waiting or self._load_path.starved):
+        if connection is None:
+            return
+        freed = connection.sent(count)
+        if (freed and (connection.waiting or self._load_path.starved)) or self._context.ready:
             self._context.ready.add(connection_id)
             self.pump()
 
@@ -234,6 +237,8 @@ class RegionEngine:
     def tick(self) -> None:
         """Time has passed: deadlines, leases, housekeeping."""
         now_ns = self._context.clock.monotonic_ns()
+        if self._context.queue.behind:
+            self.on_flash(())
         for batch in self._deadlines.expired(now_ns):
             self._expire(batch)
         self._leases.expire(now_ns)
@@ -244,7 +249,7 @@ class RegionEngine:
 
     def next_wakeup_ns(self) -> int:
         """Monotonic time at which `tick` is due."""
-        due_ns = self._next_tick_ns
+        due_ns = 0 if self._context.queue.behind else self._next_tick_ns
         deadline_ns = self._deadlines.next_ns()
         if deadline_ns is not None and deadline_ns < due_ns:
             due_ns = deadline_ns
@@ -260,7 +265,7 @@ class RegionEngine:
         context = self._context
         context.catalogue.table.pump()
         self._load_path.pump()
-        while context.ready:
+        while context.ready and not self.outbox.full:
             connection = context.connections.get(context.ready.pop())
             if connection is not None:
                 for wr_id, transfer in connection.pump():

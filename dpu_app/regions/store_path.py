@@ -19,7 +19,7 @@ from dpu_app.regions.context import Context
 from dpu_app.regions.flash_queue import FlashJob, Priority
 from dpu_app.regions.memory_list import CHECKSUM, FLAGS, KEY_HI, KEY_LO, LENGTH, NAMESPACE, TTL_S
 from dpu_app.regions.presence import find
-from dpu_app.regions.sessions import TRANSFER_BYTES_MAX, Transfer
+from dpu_app.regions.sessions import TRANSFER_BYTES_MAX, TRANSFER_MOVED_MAX, Transfer
 from dpu_app.regions.window import FrameState, aligned_length
 
 Key = tuple[int, int, int]
@@ -190,12 +190,17 @@ class StorePath:
         """RDMA READs for `started`, in transfers of a bounded number of work requests."""
         group: list[Incoming] = []
         requests = bytearray()
+        moved = 0
         lkey = batch.connection.window_lkey
         for incoming in started:
             pieces = batch.memory[incoming.entry]
-            if requests and len(requests) + len(pieces) * RDMA_REQUEST.size > TRANSFER_BYTES_MAX:
+            if requests and (
+                moved + incoming.length > TRANSFER_MOVED_MAX
+                or len(requests) + len(pieces) * RDMA_REQUEST.size > TRANSFER_BYTES_MAX
+            ):
                 self._post(batch, requests, group)
-                requests, group = bytearray(), []
+                requests, group, moved = bytearray(), [], 0
+            moved += incoming.length
             address = self._context.window.address(incoming.frame)
             for remote, length, rkey in pieces:
                 requests += RDMA_REQUEST.pack(address, remote, length, lkey, rkey, 0)

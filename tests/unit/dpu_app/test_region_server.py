@@ -18,6 +18,7 @@ from common import wire
 from common.status import Status
 from common.wire import CONNECT_DATA, Op, StatId
 from doca_shims.api import Completion, ConnectionState, Opcode, RecvRequest, SendFlags, SendRequest, ShimError, WcStatus
+from dpu_app import capsule_queue
 from dpu_app.busy_poll import BusyPoll
 from dpu_app.flash.anonymous_memory import AnonymousMemory
 from dpu_app.peer import Peer
@@ -204,15 +205,16 @@ class Rig:
             BusyPoll(busy_poll_ns),
         )
         namespaces = [{"handle": 1, "digest": (b"n" * 16).hex()}]
-        opening = {"session_id": 9, "token": TOKEN.hex(), "tenant": "t", "namespaces": namespaces}
-        self.channel.say({"id": 1, "method": "session_open", "params": opening})
+        for session_id in (9, 10):
+            opening = {"session_id": session_id, "token": TOKEN.hex(), "tenant": "t", "namespaces": namespaces}
+            self.channel.say({"id": 1, "method": "session_open", "params": opening})
         self.turn()
 
     def _submit(self, requests: Any) -> None:
         self.world.flash.submit(requests)
         self.flash.set()
 
-    def connect(self) -> AgentConnection:
+    def connect(self, session_id: int = 9) -> AgentConnection:
         connection = AgentConnection(self.world)
 
         def accept(pd: Any, limits: Any, recvs: Any, private_data: bytes) -> AgentConnection:
@@ -220,7 +222,7 @@ class Rig:
             connection.post_recv(recvs)
             return connection
 
-        request = SimpleNamespace(private_data=CONNECT_DATA.pack(9, TOKEN), peer="agent", accept=accept)
+        request = SimpleNamespace(private_data=CONNECT_DATA.pack(session_id, TOKEN), peer="agent", accept=accept)
         self.requests.append(request)
         self.listener.set()
         return connection
@@ -277,6 +279,64 @@ def test_an_agent_that_never_pauses_does_not_keep_the_loop(rig: Rig) -> None:
     before = len(agent.answers)
     rig.turn(50)
     assert len(agent.answers) >= before + 50
+
+
+def test_beside_an_agent_with_long_turns_another_is_heard_in_the_next(rig: Rig) -> None:
+    busy, quiet = rig.connect(), rig.connect(10)
+    rig.turn(3)
+
+    def ask_again(_: wire.Capsule) -> None:
+        rig.world.clock.now_ns += 2_000_000  # so long was the turn
+        busy.ask(Op.RETRIEVE, rig.world.block_entries(KEYS, 0))
+
+    busy.heard = ask_again
+    busy.ask(Op.RETRIEVE, rig.world.block_entries(KEYS, 0))
+    rig.turn(20)
+    for number in range(1, 6):
+        quiet.ask(Op.LOOKUP, rig.world.key_entries(KEYS))
+        rig.turn(2)
+        assert len(quiet.answers) == number
+    assert len(busy.answers) > 20
+
+
+def test_many_requests_at_once_are_heard_turn_by_turn(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One agent sends as many as it has credits for, each as large as a turn takes; another's is heard in between."""
+    monkeypatch.setattr(capsule_queue, "TURN_BYTES", 256)
+    busy, quiet = rig.connect(), rig.connect(10)
+    rig.turn(3)
+    for _ in range(CREDITS):
+        busy.ask(Op.RETRIEVE, rig.world.block_entries(KEYS, 0))
+    quiet.ask(Op.LOOKUP, rig.world.key_entries(KEYS))
+    heard = []
+    receive = rig.world.engine.receive
+
+    def hear(connection_id: int, capsule: wire.ReadableBuffer) -> None:
+        heard.append(connection_id)
+        receive(connection_id, capsule)
+
+    monkeypatch.setattr(rig.world.engine, "receive", hear)
+    turns = []
+    for _ in range(CREDITS + 3):
+        rig.turn()
+        turns.append(len(heard))
+        heard.clear()
+    assert sum(turns) == CREDITS + 1
+    assert max(turns) <= 2
+    assert len(quiet.answers) == 1
+    assert [answer.request_id for answer in busy.answers] == list(range(1, CREDITS + 1))
+    assert all(statuses(answer) == [Status.OK] * 4 for answer in busy.answers)
+
+
+def test_a_connection_that_goes_takes_its_waiting_requests_along(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capsule_queue, "TURN_BYTES", 1)
+    agent = rig.connect()
+    rig.turn(3)
+    for _ in range(CREDITS):
+        agent.ask(Op.RETRIEVE, rig.world.block_entries(KEYS, 0))
+    agent.fail_posts = True
+    rig.turn(5)
+    assert not rig.peers
+    assert not rig.server._capsules
 
 
 def test_one_answer_does_not_wait_for_the_next_ones_bytes(rig: Rig) -> None:
