@@ -35,7 +35,7 @@ class CapsuleQueue:
         self._left = 0
 
     def take(self, connection_id: int, capsules: Sequence[memoryview]) -> Iterator[memoryview]:
-        """Those of `capsules`, which have just come, to handle now. The others are copied and wait."""
+        """Those of `capsules`, which have just come, to handle now, one by one. The others are copied and wait."""
         waiting = self._waiting.get(connection_id)
         if waiting is not None:
             waiting.extend(map(bytes, capsules))

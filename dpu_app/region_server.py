@@ -109,6 +109,8 @@ class RegionServer:
         self._unsettled: set[int] = set()
         """Connections to look at in this turn of the loop: each promises to wake it only once polled empty."""
         self._capsules = CapsuleQueue()
+        self._moved = 0
+        """Bytes of what was posted in this turn."""
         self._busy_poll = busy_poll
         self._turns_to_look = 0
         self._look_at_ns = 0
@@ -151,6 +153,7 @@ class RegionServer:
                 self._look(now_ns)
             self._turns_to_look -= 1
             self._capsules.begin_turn()
+            self._moved = 0
             if self._capsules:
                 self._hear()
             for connection_id in tuple(self._unsettled):
@@ -169,10 +172,9 @@ class RegionServer:
 
     def _hear(self) -> None:
         """What earlier turns left."""
-        outbox = self._engine.outbox
         for connection_id, capsule in self._capsules.next():
             self._engine.receive(connection_id, capsule)
-            if outbox.moved >= TURN_MOVED_MAX:
+            if self._engine.outbox.full:
                 self._capsules.end_turn()
 
     def _look(self, now_ns: int) -> None:
@@ -265,7 +267,8 @@ class RegionServer:
     def _post(self, fabric: list[Posting]) -> set[int] | None:
         """READs and WRITEs; the connections where some of them will complete."""
         completing: set[int] | None = None
-        for connection_id, wr_id, opcode, requests, flags in fabric:
+        for posting in fabric:
+            connection_id, wr_id, opcode, requests, flags = posting
             peer = self._peers.get(connection_id)
             if peer is None:
                 continue
@@ -274,10 +277,13 @@ class RegionServer:
             except ShimError as error:
                 self._drop(connection_id, str(error))
                 continue
+            self._moved += posting.moved
             self._unsettled.add(connection_id)
             if flags:
                 completing = completing or set()
                 completing.add(connection_id)
+        if self._moved >= TURN_MOVED_MAX:
+            self._capsules.end_turn()
         return completing
 
     def _send(self, responses: list[tuple[int, bytes]]) -> None:
@@ -366,7 +372,7 @@ class RegionServer:
             if work:
                 engine.on_fabric(connection_id, work)
             if capsules:
-                self._busy_poll.served(now_ns)
+                self._busy_poll.served()
                 self._receive(connection_id, peer, capsules)
             if work or capsules:
                 if self._peers.get(connection_id) is peer:
@@ -381,18 +387,14 @@ class RegionServer:
 
     def _receive(self, connection_id: int, peer: Peer, capsules: list[memoryview]) -> None:
         engine = self._engine
-        outbox = engine.outbox
-        moved = 0
         for capsule in self._capsules.take(connection_id, capsules):
             if self._peers.get(connection_id) is not peer:
                 return
             engine.receive(connection_id, capsule)
-            if outbox.fabric:
-                moved += outbox.moved
-                if moved >= TURN_MOVED_MAX:
-                    self._capsules.end_turn()
-                if len(capsules) > 1:
-                    self._put_out()  # the agent works on the answer to one while the next one's bytes are moved
+            if engine.outbox.fabric and len(capsules) > 1:
+                self._put_out()  # the agent works on the answer to one while the next one's bytes are moved
+        if engine.outbox.full:
+            self._capsules.end_turn()
 
     def _drop(self, connection_id: int, reason: str = "") -> None:
         peer = self._peers.get(connection_id)

@@ -70,7 +70,7 @@ def test_connections_take_turns() -> None:
 
 def test_a_connection_that_is_gone_is_forgotten() -> None:
     queue = CapsuleQueue()
-    list(queue.take(1, views(5)))
+    assert list(queue.take(1, views(5))) == []
     queue.drop(1)
     queue.drop(2)
     queue.begin_turn()
@@ -98,3 +98,15 @@ def test_nothing_is_lost_nor_out_of_order_and_turns_are_bounded(seed: int) -> No
                     begun.append(len(taken))
         assert sum(begun[:-1]) < 100
     assert got == sent
+
+
+def test_a_turn_that_is_ended_meanwhile_leaves_the_rest() -> None:
+    queue = CapsuleQueue()
+    queue.begin_turn()
+    handled = 0
+    for _ in queue.take(1, views(1, 2, 3)):
+        handled += 1
+        queue.end_turn()
+    assert handled == 1
+    queue.begin_turn()
+    assert [len(capsule) for _, capsule in queue.next()] == [2, 3]

@@ -299,42 +299,6 @@ def test_beside_an_agent_with_long_turns_another_is_heard_in_the_next(rig: Rig) 
     assert len(busy.answers) > 20
 
 
-def test_one_answer_does_not_wait_for_the_next_ones_bytes(rig: Rig) -> None:
-    """Both requests come in one turn: the agent works on the first answer while the second's bytes are moved."""
-    agent = rig.connect()
-    rig.turn(2)
-    moved = []
-    second = rig.world.client.view[SLOT_BYTES : 2 * SLOT_BYTES]
-    second[:] = bytes(SLOT_BYTES)
-    agent.heard = lambda _: moved.append(bytes(second) == content(KEYS[1]))
-    for place in range(2):
-        agent.ask(Op.RETRIEVE, rig.world.block_entries([KEYS[place]], 0, at=[place * SLOT_BYTES]))
-    rig.turn(3)
-    assert [statuses(answer) for answer in agent.answers] == [[Status.OK]] * 2
-    assert moved == [False, True]
-
-
-def test_a_connection_that_breaks_at_one_answer_drops_the_requests_behind_it(rig: Rig) -> None:
-    agent = rig.connect()
-    rig.turn(2)
-
-    def gone(_: wire.Capsule) -> None:
-        raise ShimError(errno.ENOTCONN, "ibv_post_send", "gone")
-
-    agent.heard = gone
-    second = rig.world.client.view[SLOT_BYTES : 2 * SLOT_BYTES]
-    second[:] = bytes(SLOT_BYTES)
-    for place in range(3):
-        agent.ask(Op.RETRIEVE, rig.world.block_entries([KEYS[place]], 0, at=[place * SLOT_BYTES]))
-    rig.turn(3)
-    assert bytes(second) == bytes(SLOT_BYTES)
-    other = rig.connect()
-    rig.turn(2)
-    other.ask(Op.LOOKUP, rig.world.key_entries(KEYS))
-    rig.turn(3)
-    assert statuses(other.answers[0]) == [Status.OK] * 4
-
-
 def test_many_requests_at_once_are_heard_turn_by_turn(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """One agent sends as many as it has credits for, each as large as a turn takes; another's is heard in between."""
     monkeypatch.setattr(capsule_queue, "TURN_BYTES", 256)
@@ -375,6 +339,42 @@ def test_a_connection_that_goes_takes_its_waiting_requests_along(rig: Rig, monke
     assert not rig.server._capsules
 
 
+def test_one_answer_does_not_wait_for_the_next_ones_bytes(rig: Rig) -> None:
+    """Both requests come in one turn: the agent works on the first answer while the second's bytes are moved."""
+    agent = rig.connect()
+    rig.turn(2)
+    moved = []
+    second = rig.world.client.view[SLOT_BYTES : 2 * SLOT_BYTES]
+    second[:] = bytes(SLOT_BYTES)
+    agent.heard = lambda _: moved.append(bytes(second) == content(KEYS[1]))
+    for place in range(2):
+        agent.ask(Op.RETRIEVE, rig.world.block_entries([KEYS[place]], 0, at=[place * SLOT_BYTES]))
+    rig.turn(3)
+    assert [statuses(answer) for answer in agent.answers] == [[Status.OK]] * 2
+    assert moved == [False, True]
+
+
+def test_a_connection_that_breaks_at_one_answer_drops_the_requests_behind_it(rig: Rig) -> None:
+    agent = rig.connect()
+    rig.turn(2)
+
+    def gone(_: wire.Capsule) -> None:
+        raise ShimError(errno.ENOTCONN, "ibv_post_send", "gone")
+
+    agent.heard = gone
+    second = rig.world.client.view[SLOT_BYTES : 2 * SLOT_BYTES]
+    second[:] = bytes(SLOT_BYTES)
+    for place in range(3):
+        agent.ask(Op.RETRIEVE, rig.world.block_entries([KEYS[place]], 0, at=[place * SLOT_BYTES]))
+    rig.turn(3)
+    assert bytes(second) == bytes(SLOT_BYTES)
+    other = rig.connect()
+    rig.turn(2)
+    other.ask(Op.LOOKUP, rig.world.key_entries(KEYS))
+    rig.turn(3)
+    assert statuses(other.answers[0]) == [Status.OK] * 4
+
+
 def test_an_agent_that_ignores_its_credits_waits_for_itself(rig: Rig) -> None:
     agent = rig.connect()
     rig.turn(2)
@@ -411,15 +411,6 @@ def test_a_connection_that_breaks_under_a_waiting_answer_ends_alone(rig: Rig) ->
     rig.turn(2)
     assert not rig.peers
     assert "connection_lost" in rig.channel.events
-
-
-def test_small_requests_sent_ahead_are_taken_in_one_turn(rig: Rig) -> None:
-    agent = rig.connect()
-    rig.turn(2)
-    for _ in range(CREDITS):
-        agent.ask(Op.LOOKUP, rig.world.key_entries(KEYS))
-    rig.turn()
-    assert len(agent.answers) == CREDITS
 
 
 def test_an_agent_for_which_there_is_no_memory_is_told(rig: Rig) -> None:
