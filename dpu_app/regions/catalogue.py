@@ -34,7 +34,7 @@ DISCARD_BATCH = 64
 FEW_USES = 16
 """Up to so many are counted one by one: numpy's fixed cost is about theirs."""
 SWEEP_SLOTS = 1 << 18
-"""Slots looked at for expiry per tick, in a quarter of a millisecond."""
+"""Slots looked at for expiry per tick, in a tenth or two of a millisecond."""
 EXPIRE_MAX = 128
 """Expired blocks cleared away per tick, each in some ten microseconds: nobody sees them, so they can wait."""
 ORDER_STEP = 4096
