@@ -267,8 +267,7 @@ class RegionServer:
     def _post(self, fabric: list[Posting]) -> set[int] | None:
         """READs and WRITEs; the connections where some of them will complete."""
         completing: set[int] | None = None
-        for posting in fabric:
-            connection_id, wr_id, opcode, requests, flags = posting
+        for connection_id, wr_id, opcode, requests, flags, moved in fabric:
             peer = self._peers.get(connection_id)
             if peer is None:
                 continue
@@ -277,7 +276,7 @@ class RegionServer:
             except ShimError as error:
                 self._drop(connection_id, str(error))
                 continue
-            self._moved += posting.moved
+            self._moved += moved
             self._unsettled.add(connection_id)
             if flags:
                 completing = completing or set()
@@ -372,7 +371,7 @@ class RegionServer:
             if work:
                 engine.on_fabric(connection_id, work)
             if capsules:
-                self._busy_poll.served(now_ns)
+                self._busy_poll.served()
                 self._receive(connection_id, peer, capsules)
             if work or capsules:
                 if self._peers.get(connection_id) is peer:

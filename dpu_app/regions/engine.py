@@ -198,7 +198,7 @@ class RegionEngine:
         response, requests, frames, moved = served
         if requests is not None and frames is not None and moved is not None:
             connection.follow(len(frames) // hot_path.FRAME_BYTES, moved, frames)
-            self.outbox.fabric.append(Posting(connection.connection_id, 0, _WRITE, requests, _UNSIGNALLED))
+            self.outbox.fabric.append(Posting(connection.connection_id, 0, _WRITE, requests, _UNSIGNALLED, moved))
         self._respond(connection, response)
         return True
 
@@ -276,8 +276,8 @@ class RegionEngine:
             connection = context.connections.get(context.ready.pop())
             if connection is not None:
                 for wr_id, transfer in connection.pump():
-                    posting = Posting(connection.connection_id, wr_id, transfer.opcode, transfer.requests, _SIGNALED)
-                    self.outbox.fabric.append(posting)
+                    post = (wr_id, transfer.opcode, transfer.requests, _SIGNALED, transfer.moved)
+                    self.outbox.fabric.append(Posting(connection.connection_id, *post))
         self.outbox.flash.extend(context.queue.pump())
 
     def _answered(self, batch: Batch, response: bytes) -> None:
