@@ -9,8 +9,8 @@ MODULES = {
     "dpu_app.regions._hot_path": [
         f"dpu_app/regions/{name}.c" for name in ("_hot_path", "_hot_batch", "_hot_keys", "_hot_frames")
     ],
-    "emulator._shm_channel": ["emulator/_shm_channel.c"],
     "host_agent._batches": ["host_agent/_batches.c"],
+    "emulator._shm_channel": ["emulator/_shm_channel.c"],
 }
 """Module -> sources."""
 

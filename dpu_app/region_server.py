@@ -39,13 +39,9 @@ from dpu_app.worker_channel import ChannelClosedError, Message, WorkerEnd
 
 NS_PER_S = 1_000_000_000
 TURNS_PER_LOOK = 16
-"""While connections are being polled, the other descriptors are looked at once in so many turns of the loop."""
-TURN_CAPSULE_BYTES = 4096
-"""Of the capsules that an agent has sent ahead, those taken in one turn of the loop, one at least: it goes to the next
-agent after a large batch or a good number of small ones."""
-SHARED_NS = 10_000_000
-"""So long after another agent's request. An agent that is alone has all of its capsules taken at once, which costs a
-tenth less processor time here, and its own process a quarter less."""
+"""While connections are being polled, the other descriptors are looked at once in so many turns of the loop,"""
+LOOK_NS = 200_000
+"""or after so long: a busy agent's turns may take milliseconds, and another one's first request waits for a look."""
 STOP_DRAIN_S = 10.0
 """A stop without a drain before it flushes for at most so long."""
 _LOG = logging.getLogger(__name__)
@@ -112,11 +108,8 @@ class RegionServer:
         self._unsettled: set[int] = set()
         """Connections to look at in this turn of the loop: each promises to wake it only once polled empty."""
         self._busy_poll = busy_poll
-        self._left: dict[int, list[memoryview]] = {}
-        """Capsules that wait for a later turn, by connection."""
-        self._served_last = 0
-        self._shared_until_ns = 0
         self._turns_to_look = 0
+        self._look_at_ns = 0
         self._next_connection = 0
         self._draining = False
         self._drain_waiters: list[tuple[int, int]] = []  # request id, deadline
@@ -152,7 +145,7 @@ class RegionServer:
         while not self._stopped():
             now_ns = times.turn(rest)
             rest = Cause.RECEIVE
-            if not self._unsettled or not self._turns_to_look:
+            if not self._unsettled or not self._turns_to_look or now_ns >= self._look_at_ns:
                 self._look(now_ns)
             self._turns_to_look -= 1
             for connection_id in tuple(self._unsettled):
@@ -172,6 +165,7 @@ class RegionServer:
     def _look(self, now_ns: int) -> None:
         """At all descriptors; until something comes or is due, where no connection needs to be polled."""
         self._turns_to_look = TURNS_PER_LOOK
+        self._look_at_ns = now_ns + LOOK_NS
         left_ns = 0 if self._unsettled else max(0, self._engine.next_wakeup_ns() - now_ns)
         ready = self._epoll.poll(left_ns / NS_PER_S)
         self._times.awake()
@@ -230,25 +224,30 @@ class RegionServer:
         outbox = self._engine.outbox
         first = True
         while not outbox.empty:
-            if outbox.flash:
-                flash, outbox.flash = outbox.flash, []
-                self._submit(flash)
-            completing: set[int] | None = None
-            if outbox.fabric:
-                fabric, outbox.fabric = outbox.fabric, []
-                completing = self._post(fabric)
-            if outbox.responses:
-                responses, outbox.responses = outbox.responses, []
-                self._send(responses)
-            if outbox.broken:
-                broken, outbox.broken = outbox.broken, []
-                for connection_id in broken:
-                    self._drop(connection_id, "a transfer failed")
+            completing = self._put_out()
             if first and completing:
                 for connection_id in sorted(completing):  # a transfer may be through already
-                    if connection_id not in self._left:
-                        self._poll_peer(connection_id, now_ns)
+                    self._poll_peer(connection_id, now_ns)
             first = False
+
+    def _put_out(self) -> set[int] | None:
+        """Start what the outbox holds; the connections where some of it will complete."""
+        outbox = self._engine.outbox
+        completing: set[int] | None = None
+        if outbox.fabric:
+            fabric, outbox.fabric = outbox.fabric, []
+            completing = self._post(fabric)
+        if outbox.responses:
+            responses, outbox.responses = outbox.responses, []
+            self._send(responses)
+        if outbox.flash:  # last: handing over a hundred writes takes longer than to answer the agent
+            flash, outbox.flash = outbox.flash, []
+            self._submit(flash)
+        if outbox.broken:
+            broken, outbox.broken = outbox.broken, []
+            for connection_id in broken:
+                self._drop(connection_id, "a transfer failed")
+        return completing
 
     def _post(self, fabric: list[Posting]) -> set[int] | None:
         """READs and WRITEs; the connections where some of them will complete."""
@@ -338,9 +337,6 @@ class RegionServer:
         peer = self._peers.get(connection_id)
         if peer is None:
             return
-        if connection_id in self._left:
-            self._receive(connection_id, self._left.pop(connection_id), now_ns)
-            return
         engine = self._engine
         looking = self._busy_poll.goes_on(now_ns)
         while True:
@@ -357,10 +353,11 @@ class RegionServer:
             if work:
                 engine.on_fabric(connection_id, work)
             if capsules:
-                self._busy_poll.served(now_ns)
-                self._receive(connection_id, capsules, now_ns)
+                self._busy_poll.served()
+                self._receive(connection_id, peer, capsules)
             if work or capsules:
-                self._unsettled.add(connection_id)  # whether there is more, the next turn sees
+                if self._peers.get(connection_id) is peer:
+                    self._unsettled.add(connection_id)  # whether there is more, the next turn sees
                 return
         if peer.lost:
             self._drop(connection_id, "the agent is gone")
@@ -369,27 +366,20 @@ class RegionServer:
         else:
             self._unsettled.discard(connection_id)
 
-    def _receive(self, connection_id: int, capsules: list[memoryview], now_ns: int) -> None:
-        """In order; those beyond this turn's share are left to the next."""
-        if connection_id != self._served_last:
-            if self._served_last:
-                self._shared_until_ns = now_ns + SHARED_NS
-            self._served_last = connection_id
-        shared = now_ns < self._shared_until_ns
-        taken_bytes = 0
-        for at, capsule in enumerate(capsules):
-            taken_bytes += len(capsule)
-            if shared and at and taken_bytes > TURN_CAPSULE_BYTES:
-                self._left[connection_id] = capsules[at:]
+    def _receive(self, connection_id: int, peer: Peer, capsules: list[memoryview]) -> None:
+        engine = self._engine
+        for capsule in capsules:
+            if self._peers.get(connection_id) is not peer:
                 return
-            self._engine.receive(connection_id, capsule)
+            engine.receive(connection_id, capsule)
+            if engine.outbox.fabric and len(capsules) > 1:
+                self._put_out()  # the agent works on the answer to one while the next one's bytes are moved
 
     def _drop(self, connection_id: int, reason: str = "") -> None:
         peer = self._peers.get(connection_id)
         if peer is None:
             return
         self._unsettled.discard(connection_id)
-        self._left.pop(connection_id, None)
         self._epoll.unregister(peer.fileno())
         del self._peer_by_fd[peer.fileno()]
         peer.close()

@@ -188,19 +188,19 @@ def _rkeys(spans: Spans, domain: Domain) -> npt.NDArray[np.uint32]:
     return np.array(keys, np.uint32)
 
 
-def cuts(start: int, end: int, most: int) -> Iterator[tuple[int, int]]:
-    """As few ranges as there can be of at most `most` each, and of about one size."""
+def cuts(start: int, end: int, about: int) -> Iterator[tuple[int, int]]:
+    """Ranges for one capsule each, all of about one size: at least `about` entries, where there are so many."""
     count = end - start
-    parts = -(-count // most)
+    parts = max(count // about, -(-count // wire.MAX_BATCH))
     for part in range(parts):
         yield start + part * count // parts, start + (part + 1) * count // parts
 
 
-def _capsule_bounds(entries: Entries, scattered: bool, most: int) -> Iterator[tuple[int, int]]:
-    """Ranges of entries that fit one capsule each, at most so many in one."""
+def _capsule_bounds(entries: Entries, scattered: bool, about: int) -> Iterator[tuple[int, int]]:
+    """Ranges of entries that fit one capsule each, of `about` so many where elements leave room for them."""
     count = len(entries)
     if not scattered:
-        yield from cuts(0, count, most)
+        yield from cuts(0, count, about)
         return
     elements = entries["sge_count"].astype(np.int64)
     elements[elements == 1] = 0  # carried in the entry itself
@@ -209,7 +209,7 @@ def _capsule_bounds(entries: Entries, scattered: bool, most: int) -> Iterator[tu
     while first < count:
         before = int(ends[first - 1]) if first else 0
         last = int(np.searchsorted(ends, before + _CAPSULE_ROOM_BYTES, side="right"))
-        last = min(max(last, first + 1), first + most, count)
+        last = min(max(last, first + 1), first + about, count)
         yield first, last
         first = last
 

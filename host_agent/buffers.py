@@ -8,8 +8,7 @@ device memory is refused with a sentence that says so. Called by `host_agent.mem
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,8 +19,7 @@ _DLPACK_HOST_DEVICES = (1, 3, 11)
 _DLPACK_NAME = b"dltensor"
 
 
-@dataclass(frozen=True)
-class Buffer:
+class Buffer(NamedTuple):
     """`length_bytes` of writable memory at virtual `address`. `owner` keeps it alive while referenced."""
 
     address: int
@@ -66,7 +64,8 @@ def describe(memory: Any) -> Buffer:
     if not view.contiguous:
         raise _scattered(memory)
     array = np.frombuffer(view, np.uint8) if view.nbytes else np.empty(0, np.uint8)
-    return Buffer(array.ctypes.data, view.nbytes, (array, memory))
+    # Not `array.ctypes.data`, which makes an object of ctypes on the way.
+    return Buffer(int(array.__array_interface__["data"][0]), view.nbytes, (array, memory))
 
 
 def view_of(buffer: Buffer) -> memoryview:

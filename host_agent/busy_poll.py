@@ -17,17 +17,18 @@ PAUSE_MAX: Final = 63
 
 
 class BusyPolling:
-    """`limit_s`: how long one wait looks at most; 0 switches it off, and so does a process that has one core only
-    (`cores`; None: as the system says), because who is to answer might have to run on it."""
+    """`limit_s`: how long one wait looks at most; 0 switches it off. `cores` that this process may use (None: as the
+    system says): it does not look while as many regions are to answer, for they might all have to run on these."""
 
     def __init__(self, limit_s: float, cores: int | None = None) -> None:
-        cores = len(os.sched_getaffinity(0)) if cores is None else cores
-        self.limit_ns = int(limit_s * 1e9) if cores > 1 else 0
+        self.limit_ns = int(limit_s * 1e9)
+        self._cores = len(os.sched_getaffinity(0)) if cores is None else cores
         self._kinds: dict[int, _Kind] = {}
 
-    def due(self, operation: Operation) -> _Kind | None:
-        """What to tell how looking went, None where this wait is to sleep at once. Call it once a wait."""
-        if not self.limit_ns:
+    def due(self, operation: Operation, regions: int) -> _Kind | None:
+        """What to tell how looking went, None where this wait, for so many regions, is to sleep at once. Call it once
+        a wait."""
+        if not self.limit_ns or regions >= self._cores:
             return None
         # Operations of one kind and about one size take about as long.
         key = operation.op << 32 | operation.count.bit_length()

@@ -22,6 +22,8 @@ CAPSULE_BYTES: Final = 4 << 20
 """Of blocks in one capsule, where checksums are wanted: enough that a capsule more costs little, and few enough that
 what is left to compare after the last bytes have come is little as well."""
 _ANSWER: Final = struct.Struct("<BxxxIQ")
+_unpack = _ANSWER.unpack_from
+_xxh3 = xxhash.xxh3_64_intdigest
 _CHECKSUM: Final = struct.Struct("<Q")
 _ANSWER_BYTES: Final = wire.RESULT.itemsize
 _ENTRY_BYTES: Final = wire.BLOCK_ENTRY.itemsize
@@ -50,9 +52,14 @@ class Checksums:
 
     def seal(self, request: Request) -> None:
         """Write the checksums of a STORE's blocks into its capsule, which was not sent yet."""
-        for place, block in enumerate(self._operation.blocks(request)):
-            at = place * _ENTRY_BYTES + _CHECKSUM_AT
-            _CHECKSUM.pack_into(request.body, at, checksum(self._pieces(block)))
+        view = self._whole_view()
+        for number, block in enumerate(self._operation.blocks(request)):
+            if view is None:
+                claimed = checksum(self._spans.pieces(block))
+            else:
+                at = self._places[block]
+                claimed = _xxh3(view[at : at + self._sizes[block]])
+            _CHECKSUM.pack_into(request.body, number * _ENTRY_BYTES + _CHECKSUM_AT, claimed)
 
     def compare_as_they_come(self) -> None:
         """Before anything of a RETRIEVE is submitted."""
@@ -66,33 +73,41 @@ class Checksums:
         if not operation.arrived:
             return False
         raw = operation.raw
+        view = self._whole_view()
+        places, sizes = self._places, self._sizes
         for block in operation.blocks(operation.arrived.popleft()):
-            status, length, stated = _ANSWER.unpack_from(raw, block * _ANSWER_BYTES)
-            if not status and not self._agree(block, length, stated):
+            status, length, stated = _unpack(raw, block * _ANSWER_BYTES)
+            if status:
+                continue
+            if view is None:
+                agree = self._agree(block, length, stated)
+            else:
+                at = places[block]
+                agree = length <= sizes[block] and _xxh3(view[at : at + length]) == stated
+            if not agree:
                 raw[block * _ANSWER_BYTES] = Status.CORRUPT
         return True
 
     def _agree(self, block: int, length: int, stated: int) -> bool:
         left = length
         pieces: list[memoryview] = []
-        for piece in self._pieces(block):
+        for piece in self._spans.pieces(block):
             pieces.append(piece[:left])
             left -= len(pieces[-1])
         return not left and checksum(pieces) == stated
 
-    def _pieces(self, block: int) -> list[memoryview]:
-        """As `Spans.pieces`, without numpy's cost for each number where blocks are in one piece of one memory."""
+    def _whole_view(self) -> memoryview | None:
+        """Of the memory, where all blocks are in one piece of one memory: it spares numpy's cost of each number. None
+        elsewhere. Fills places and sizes."""
         spans = self._spans
-        if spans.starts is not None or spans.which is not None:
-            return spans.pieces(block)
-        view = self._view
-        if view is None:
+        if spans.starts is not None or spans.which is not None or not len(spans):
+            return None
+        if self._view is None:
             memory = spans.memories[0]
-            view = self._view = memory.view
             self._places = [address - memory.address for address in spans.addresses.tolist()]
             self._sizes = spans.lengths.tolist()
-        at = self._places[block]
-        return [view[at : at + self._sizes[block]]]
+            self._view = memory.view
+        return self._view
 
 
 def capsule_blocks(spans: Spans) -> int:

@@ -73,7 +73,7 @@ def submit_plan(
     capsule_blocks: int = MAX_BATCH,
     seal: Seal | None = None,
 ) -> None:
-    """Send every block of a plain batch to its region, at most so many in a capsule."""
+    """Send every block of a plain batch to its region, about so many in a capsule."""
     if plan.order is not None:
         operation.reorder(plan.order)
     body = memoryview(plan.body)
@@ -82,10 +82,13 @@ def submit_plan(
     start = 0
     for region, grants, handle, end in zip(slot_class.regions, plan.grants, plan.handles, plan.ends):
         if end > start and handle and grants is not None:  # the others stay DISCONNECTED
-            made = [
-                Request(operation, body[first * entry_bytes : last * entry_bytes], last - first, first, flags)
-                for first, last in batch.cuts(start, end, capsule_blocks)
-            ]
+            if end - start <= capsule_blocks:
+                made = [Request(operation, body[start * entry_bytes : end * entry_bytes], end - start, start, flags)]
+            else:
+                made = [
+                    Request(operation, body[first * entry_bytes : last * entry_bytes], last - first, first, flags)
+                    for first, last in batch.cuts(start, end, capsule_blocks)
+                ]
             operation.pending.update(made)
             prepared.append((region.link, made, grants))
         start = end
@@ -118,7 +121,7 @@ def submit(
     capsule_blocks: int = MAX_BATCH,
     seal: Seal | None = None,
 ) -> list[Share]:
-    """Send every block, or those at `sendable`, to its region, at most so many in a capsule."""
+    """Send every block, or those at `sendable`, to its region, about so many in a capsule."""
     shares, ordered = _shares(operation, slot_class, pairs, entries, sendable)
     prepared: _Prepared = []
     position = 0

@@ -44,6 +44,8 @@ _SIGNALED, _SILENT = SendFlags.SIGNALED, SendFlags.NONE
 _READY, _SUCCESS = ConnectionState.READY, WcStatus.SUCCESS
 """Members looked up once: on the way of every capsule, an enumeration's attribute costs more than a global."""
 _COMPLETIONS_MAX = 256
+_REPOST_SHARE = 4
+"""Receive places are posted again by a quarter of them."""
 _YIELDING = frozenset((Op.STORE, Op.PREFETCH))
 """Operations that give way to all others, and leave them some of the credits: however many stores and hints are under
 way, a load is sent at once, and so is a CANCEL."""
@@ -96,6 +98,8 @@ class RegionLink:
         """Likewise waiting for credits, those of _YIELDING."""
         self._send_places: list[int] = []
         self._kept_places = 0
+        self._reposts: list[RecvRequest] = []
+        """Free receive places that are not posted yet: several at once cost little more than one."""
         self._unsignalled = 0
         self._broken = ""
 
@@ -113,6 +117,7 @@ class RegionLink:
             self._send_places = list(range(min(credits_count, buffers.count)))
             places = len(self._send_places)
             self._kept_places = max(1, places // _KEPT_SHARE) if places > 1 else 0
+            self._reposts = []
             self._unsignalled = 0
             self._broken = ""
             self.down_reason = ""
@@ -246,6 +251,8 @@ class RegionLink:
         if not sends:
             return
         try:
+            if len(self._in_flight) + len(self._reposts) > buffers.count:
+                self._repost(connection)  # there is a place for every answer
             connection.post_send(sends)
         except ShimError as error:
             self._broken = f"posting failed: {error}"
@@ -258,7 +265,7 @@ class RegionLink:
             completions = connection.poll(_COMPLETIONS_MAX, arm)
             if not completions and not arm and connection.state is _READY:
                 return False
-            reposts: list[RecvRequest] = []
+            reposts = self._reposts
             for completion in completions:
                 if completion.opcode != _RECV:
                     self._on_sent(completion)
@@ -266,8 +273,8 @@ class RegionLink:
                     reposts.append(buffers.recvs[completion.wr_id])
             if connection.state is not _READY and not self._broken:
                 self._broken = "the other side went away"
-            if reposts and not self._broken:
-                connection.post_recv(reposts)
+            if len(reposts) * _REPOST_SHARE > buffers.count and not self._broken:
+                self._repost(connection)
         except ShimError as error:
             self._broken = self._broken or f"the connection failed: {error}"
             completions = []
@@ -277,6 +284,11 @@ class RegionLink:
             self._end(self._broken)
             return False
         return bool(completions)
+
+    def _repost(self, connection: Connection) -> None:
+        """Raises ShimError."""
+        reposts, self._reposts = self._reposts, []
+        connection.post_recv(reposts)
 
     def _on_receive(self, completion: Completion, buffers: CapsuleBuffers) -> bool:
         """Whether the place is to be posted again."""

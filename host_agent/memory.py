@@ -62,6 +62,10 @@ class RegisteredMemory:
 
         Raises UserError when one lies outside the memory.
         """
+        if type(offsets) is int and type(lengths) is int and 0 <= lengths <= LENGTH_BYTES_MAX:
+            if not 0 <= offsets <= self.length_bytes - lengths:
+                raise UserError(f"a piece lies outside the {self.length_bytes} bytes of this memory")
+            return Spans((self,), None, _u64(self.address + offsets), _u64(lengths), None)
         starts, sizes = np.broadcast_arrays(np.atleast_1d(offsets), np.atleast_1d(lengths))
         if starts.ndim != 1 or (len(starts) and (starts.dtype.kind not in "iu" or sizes.dtype.kind not in "iu")):
             raise UserError("offsets and lengths are whole numbers in one row")
@@ -77,12 +81,22 @@ class RegisteredMemory:
 
     def blocks(self, indices: npt.ArrayLike, block_bytes: int) -> Spans:
         """Pieces of a paged pool: the blocks numbered `indices` of `block_bytes` each. Raises UserError."""
-        numbers, size = np.atleast_1d(indices), int(block_bytes)
+        size = int(block_bytes)
+        if isinstance(indices, range):
+            numbers = np.arange(indices.start, indices.stop, indices.step)
+        else:
+            numbers = np.atleast_1d(indices)
         if numbers.size and numbers.dtype.kind not in "iu":
             raise UserError("block numbers are whole numbers")
-        if numbers.size and not 0 <= int(numbers.min()) <= int(numbers.max()) < self.length_bytes // max(size, 1):
-            raise UserError(f"a block lies outside the {self.length_bytes // max(size, 1)} of this memory")
-        return self.spans(numbers.astype(np.int64) * size, size)  # block tables are often 32 bits wide
+        there = self.length_bytes // max(size, 1)
+        places = numbers.astype(np.uint64)  # block tables are often 32 bits wide; what is negative becomes huge
+        if numbers.size and int(places.max()) >= there:
+            raise UserError(f"a block lies outside the {there} of this memory")
+        if numbers.ndim != 1 or not numbers.size or not 0 < size <= LENGTH_BYTES_MAX:
+            return self.spans(places.astype(np.int64) * size, size)
+        places *= np.uint64(size)
+        places += np.uint64(self.address)
+        return Spans((self,), None, places, np.full(len(places), size, np.uint64), None)
 
     def __getitem__(self, part: slice) -> memoryview:
         return self.view[part]
@@ -108,6 +122,10 @@ class RegisteredMemory:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _u64(value: int) -> U64:
+    return np.array((value,), np.uint64)
 
 
 class Spans:

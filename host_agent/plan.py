@@ -78,5 +78,10 @@ def plan_blocks(
 
 
 def _grants(slot_class: SlotClass, digest: bytes) -> tuple[list[Grants | None], list[int]]:
-    grants = [region.link.grants for region in slot_class.regions]
-    return grants, [grant.handles.get(digest, 0) if grant is not None else 0 for grant in grants]
+    grants: list[Grants | None] = []
+    handles: list[int] = []
+    for region in slot_class.regions:
+        grant = region.link.grants
+        grants.append(grant)
+        handles.append(grant.handles.get(digest, 0) if grant is not None else 0)
+    return grants, handles

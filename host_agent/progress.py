@@ -125,11 +125,7 @@ class Progress:
             now_ns = clock()
             if now_ns >= operation.deadline_ns:
                 return
-            looking = self._busy.due(operation) if not self._followers else None
-            found = False
-            if looking is not None:
-                found = self._look(operation, now_ns)
-                looking.told(found)
+            found = not self._followers and self._busy.limit_ns > 0 and self._look(operation, now_ns)
             if not found:
                 self._settle_links()
             # While others wait, all that is left to do for this operation alone waits until somebody else leads.
@@ -140,22 +136,26 @@ class Progress:
                 self._sleep(0.0 if self._unsettled else left_s)
 
     def _look(self, operation: Operation, now_ns: int) -> bool:
-        """Look for answers to `operation` until one came, or the time for it is over. Whether one came. Others that
-        wait, and so want the interpreter, end it: the one lock that all threads share is free in epoll only."""
+        """Look for answers to `operation`, if that is worth it, until one came or the time for it is over. Whether one
+        came. Others that wait, and so want the interpreter, end it: its lock is free for long in epoll only."""
         pending, clock = operation.pending, self._clock.monotonic_ns
-        until_ns = min(now_ns + self._busy.limit_ns, operation.deadline_ns)
         links = [link for link in {request.link for request in list(pending)} if link is not None]
+        looking = self._busy.due(operation, len(links))
+        if looking is None:
+            return False
+        until_ns = min(now_ns + self._busy.limit_ns, operation.deadline_ns)
         self._unsettled.update(links)  # a look leaves them untold
         awaited = len(pending)
+        found = False
         while not self._followers:
             for link in links:
                 link.drive(False)
-            if len(pending) < awaited:
-                return True
-            if clock() >= until_ns:
-                return False
+            found = len(pending) < awaited
+            if found or clock() >= until_ns:
+                break
             _yield()  # the interpreter's lock, and the core to whoever else is to run on it
-        return False
+        looking.told(found)
+        return found
 
     def _settle_links(self) -> None:
         """Poll again what gave something last time, or was looked at only: a connection promises to wake us once a

@@ -213,13 +213,13 @@ static PyObject *lookup(HotPath *self, const struct request *r)
     }
     count(self, STAT_LOOKUPS, r->count);
     count(self, STAT_LOOKUP_HITS, present);
-    PyObject *answer = PyTuple_Pack(3, response, Py_None, Py_None);
+    PyObject *answer = PyTuple_Pack(4, response, Py_None, Py_None, Py_None);
     Py_DECREF(response);
     return answer;
 }
 
 /* Where each block lies and how much of it goes where. 1: plain. 0: it is not. */
-static int place_all(HotPath *self, const struct request *r, uint64_t room, struct delivery *d)
+static int place_all(HotPath *self, const struct request *r, uint64_t room, uint64_t room_moved, struct delivery *d)
 {
     const Frames *frames = self->frames;
     const uint32_t *references = frames->references.view.buf;
@@ -255,7 +255,7 @@ static int place_all(HotPath *self, const struct request *r, uint64_t room, stru
         d->counts[d->count++] = (uint32_t)size;
         d->bytes += size;
     }
-    return d->count <= room;
+    return d->count <= room && d->bytes <= room_moved;
 }
 
 static int count_hits(HotPath *self, const struct delivery *d)
@@ -326,11 +326,12 @@ static void fill_requests(const HotPath *self, const struct request *r, const st
     }
 }
 
-static PyObject *retrieve(HotPath *self, const struct request *r, uint32_t lkey, uint64_t room, int counting)
+static PyObject *retrieve(HotPath *self, const struct request *r, uint32_t lkey, uint64_t room, uint64_t room_moved,
+                          int counting)
 {
     struct delivery d;
     uint8_t *results;
-    if (!place_all(self, r, room, &d))
+    if (!place_all(self, r, room, room_moved, &d))
         Py_RETURN_NONE;
     if (counting && count_hits(self, &d) < 0)
         return NULL;
@@ -341,10 +342,11 @@ static PyObject *retrieve(HotPath *self, const struct request *r, uint32_t lkey,
     PyObject *answer = NULL;
     PyObject *requests = d.count ? PyBytes_FromStringAndSize(NULL, (Py_ssize_t)d.count * REQUEST_BYTES) : NULL;
     PyObject *held = d.count ? PyBytes_FromStringAndSize((const char *)d.frames, (Py_ssize_t)d.count * 4) : NULL;
+    PyObject *moved = d.count ? PyLong_FromUnsignedLongLong(d.bytes) : NULL;
     if (!d.count)
-        answer = PyTuple_Pack(3, response, Py_None, Py_None);
-    else if (requests != NULL && held != NULL)
-        answer = PyTuple_Pack(3, response, requests, held);
+        answer = PyTuple_Pack(4, response, Py_None, Py_None, Py_None);
+    else if (requests != NULL && held != NULL && moved != NULL)
+        answer = PyTuple_Pack(4, response, requests, held, moved);
     if (answer != NULL) {
         uint32_t *references = self->frames->references.view.buf;
         if (d.count)
@@ -361,6 +363,7 @@ static PyObject *retrieve(HotPath *self, const struct request *r, uint32_t lkey,
     Py_DECREF(response);
     Py_XDECREF(requests);
     Py_XDECREF(held);
+    Py_XDECREF(moved);
     return answer;
 }
 
@@ -369,13 +372,14 @@ PyObject *batch_serve(HotPath *self, const Py_buffer *capsule, PyObject *const *
     struct request r;
     unsigned long lkey = PyLong_AsUnsignedLong(arguments[3]);
     long room = PyLong_AsLong(arguments[4]);
+    long room_moved = PyLong_AsLong(arguments[6]);
     if (PyErr_Occurred())
         return NULL;
     if (!PyDict_Check(arguments[2])) {
         PyErr_SetString(PyExc_TypeError, "the open requests are a dict");
         return NULL;
     }
-    if (lkey > UINT32_MAX || room < 0 || !read_header(capsule, &r))
+    if (lkey > UINT32_MAX || room < 0 || room_moved < 0 || !read_header(capsule, &r))
         Py_RETURN_NONE;
     if (PyDict_GET_SIZE(arguments[2])) {
         PyObject *id = PyLong_FromUnsignedLongLong(r.request_id);
@@ -393,6 +397,6 @@ PyObject *batch_serve(HotPath *self, const Py_buffer *capsule, PyObject *const *
         Py_RETURN_NONE;
     if (r.op == OP_LOOKUP)
         return lookup(self, &r);
-    return retrieve(self, &r, (uint32_t)lkey, (uint64_t)room, arguments[5] == Py_True);
+    return retrieve(self, &r, (uint32_t)lkey, (uint64_t)room, (uint64_t)room_moved, arguments[5] == Py_True);
 }
 

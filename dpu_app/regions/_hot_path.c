@@ -40,8 +40,8 @@ PyObject *object_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords
 static PyObject *py_serve(HotPath *self, PyObject *const *arguments, Py_ssize_t count)
 {
     Py_buffer capsule;
-    if (count != 6) {
-        PyErr_SetString(PyExc_TypeError, "serve(capsule, handles, open, lkey, room, counting)");
+    if (count != 7) {
+        PyErr_SetString(PyExc_TypeError, "serve(capsule, handles, open, lkey, room, counting, room_moved)");
         return NULL;
     }
     if (PyObject_GetBuffer(arguments[0], &capsule, PyBUF_SIMPLE) < 0)
@@ -187,7 +187,8 @@ static void hot_path_free(HotPath *self)
 
 static PyMethodDef methods[] = {
     {"serve", (PyCFunction)(void (*)(void))py_serve, METH_FASTCALL,
-     "serve(capsule, handles, open, lkey, room, counting): (response, RDMA requests, frames held) or None"},
+     "serve(capsule, handles, open, lkey, room, counting, room_moved): (response, RDMA requests, frames held, bytes moved)"
+     " or None"},
     {"find", (PyCFunction)(void (*)(void))py_find, METH_FASTCALL,
      "find(entries, entry_bytes, handles): (slots, denied) or None"},
     {NULL, NULL, 0, NULL},

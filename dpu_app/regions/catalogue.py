@@ -123,7 +123,7 @@ class Catalogue:
             return slots
         found = np.array(slots, np.int64)
         gone = set(self._expired_of(found[found >= 0]).tolist())
-        for slot in gone:
+        for slot in sorted(gone):
             self._expire(slot)
         return [-1 if slot in gone else slot for slot in slots]
 

@@ -12,7 +12,7 @@ from dpu_app.regions.catalogue import Catalogue
 from dpu_app.regions.flash_queue import FlashQueue
 from dpu_app.regions.hot_path import HotPath
 from dpu_app.regions.quota import QuotaPolicy
-from dpu_app.regions.sessions import Connection
+from dpu_app.regions.sessions import IN_FLIGHT_MOVED_MAX, Connection, moved_by
 from dpu_app.regions.stats import Stats
 from dpu_app.regions.window import Window
 
@@ -58,6 +58,36 @@ class Posting(NamedTuple):
     requests: bytes | bytearray
     flags: SendFlags
 
+    @property
+    def moved(self) -> int:
+        """Bytes that it moves."""
+        return moved_by(self.requests)
+
+
+TURN_MOVED_MAX = IN_FLIGHT_MOVED_MAX
+
+
+class ReadyConnections:
+    """Connections with transfers to pump, each once, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._ids: dict[int, None] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._ids)
+
+    def add(self, connection_id: int) -> None:
+        self._ids[connection_id] = None
+
+    def discard(self, connection_id: int) -> None:
+        self._ids.pop(connection_id, None)
+
+    def pop(self) -> int:
+        """The one that has waited longest."""
+        connection_id = next(iter(self._ids))
+        del self._ids[connection_id]
+        return connection_id
+
 
 @dataclass
 class Outbox:
@@ -69,6 +99,11 @@ class Outbox:
     responses: list[tuple[int, bytes]] = field(default_factory=list)
     broken: list[int] = field(default_factory=list)
     """Connections to close: a transfer failed."""
+
+    @property
+    def full(self) -> bool:
+        """As much is to be moved as in one turn: what else there is to do waits for the next."""
+        return sum(posting.moved for posting in self.fabric) >= TURN_MOVED_MAX
 
     @property
     def empty(self) -> bool:
@@ -90,7 +125,6 @@ class Context:
     tenant_bytes: Callable[[str], int]
     """Bytes a tenant's blocks take in this region now."""
     connections: dict[int, Connection] = field(default_factory=dict)
-    ready: set[int] = field(default_factory=set)
-    """Connections with transfers to pump."""
+    ready: ReadyConnections = field(default_factory=ReadyConnections)
     hot_path: HotPath | None = None
     draining: bool = False

@@ -193,9 +193,9 @@ class RegionEngine:
         served = path.serve(capsule, connection)
         if served is None:
             return False
-        response, requests, frames = served
-        if requests is not None and frames is not None:
-            connection.follow(len(frames) // hot_path.FRAME_BYTES, frames)
+        response, requests, frames, moved = served
+        if requests is not None and frames is not None and moved is not None:
+            connection.follow(len(frames) // hot_path.FRAME_BYTES, moved, frames)
             self.outbox.fabric.append(Posting(connection.connection_id, 0, _WRITE, requests, _UNSIGNALLED))
         self._respond(connection, response)
         return True
@@ -203,7 +203,10 @@ class RegionEngine:
     def on_sent(self, connection_id: int, count: int) -> None:
         """The SENDs of `count` more of the connection's responses are complete; they complete in order."""
         connection = self._context.connections.get(connection_id)
-        if connection is not None and connection.sent(count) and (connection.waiting or self._load_path.starved):
+        if connection is None:
+            return
+        freed = connection.sent(count)
+        if (freed and (connection.waiting or self._load_path.starved)) or self._context.ready:
             self._context.ready.add(connection_id)
             self.pump()
 
@@ -260,7 +263,7 @@ class RegionEngine:
         context = self._context
         context.catalogue.table.pump()
         self._load_path.pump()
-        while context.ready:
+        while context.ready and not self.outbox.full:
             connection = context.connections.get(context.ready.pop())
             if connection is not None:
                 for wr_id, transfer in connection.pump():

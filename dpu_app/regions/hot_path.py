@@ -7,7 +7,7 @@ and counters own, and leaves everything else, having changed nothing, to the eng
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from common import native
 
@@ -25,6 +25,11 @@ LIBRARY: Any = native.load("dpu_app.regions._hot_path")
 """None where it was not built or is switched off."""
 
 
+Served: TypeAlias = "tuple[bytes, bytes | None, bytes | None, int | None]"
+"""The response; the packed RDMA_REQUESTs of its WRITEs, the frames (packed u32) that are held for them from now on, and
+the bytes that they move; all three None where nothing is to be moved."""
+
+
 class HotPath:
     """`create` makes one for an engine."""
 
@@ -33,17 +38,16 @@ class HotPath:
         self._find = native_path.find
         self._catalogue = catalogue
 
-    def serve(self, capsule: ReadableBuffer, connection: Connection) -> tuple[bytes, bytes | None, bytes | None] | None:
-        """The response, the packed RDMA_REQUESTs of its WRITEs, and the frames (packed u32) that are held for them
-        from now on; the last two are None where nothing is to be moved. None, and nothing is changed, for what is not
-        plain. The capsule is not needed any more."""
-        served: tuple[bytes, bytes | None, bytes | None] | None = self._serve(
+    def serve(self, capsule: ReadableBuffer, connection: Connection) -> Served | None:
+        """None, and nothing is changed, for what is not plain. The capsule is not needed any more."""
+        served: Served | None = self._serve(
             capsule,
             connection.session.table,
             connection.batches,
             connection.window_lkey,
             connection.room,
             self._catalogue.ordered,
+            connection.room_moved,
         )
         return served
 

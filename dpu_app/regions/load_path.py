@@ -22,7 +22,7 @@ from dpu_app.regions.context import Context
 from dpu_app.regions.flash_queue import FlashJob, Priority
 from dpu_app.regions.memory_list import FLAGS, LENGTH, OFFSET
 from dpu_app.regions.presence import find_slots
-from dpu_app.regions.sessions import TRANSFER_BYTES_MAX, Transfer
+from dpu_app.regions.sessions import TRANSFER_BYTES_MAX, TRANSFER_MOVED_MAX, Transfer
 from dpu_app.regions.window import FrameState, aligned_length
 
 Staged = Callable[[Batch, int, int], None]
@@ -263,12 +263,18 @@ class LoadPath:
         lkey = connection.window_lkey
         requests = bytearray()
         group: list[tuple[int, int]] = []
+        moved = 0
         for block in blocks:
             entry, frame = block
             pieces = batch.memory[entry]
-            if requests and len(requests) + len(pieces) * RDMA_REQUEST.size > TRANSFER_BYTES_MAX:
+            count = sum([length for _, length, _ in pieces])
+            if requests and (
+                moved + count > TRANSFER_MOVED_MAX
+                or len(requests) + len(pieces) * RDMA_REQUEST.size > TRANSFER_BYTES_MAX
+            ):
                 self._post(batch, requests, group)
-                requests, group = bytearray(), []
+                requests, group, moved = bytearray(), [], 0
+            moved += count
             address = window.address(frame) + batch.rows[entry][OFFSET]
             for remote, length, rkey in pieces:
                 requests += RDMA_REQUEST.pack(address, remote, length, lkey, rkey, 0)

@@ -20,9 +20,16 @@ from doca_shims.api import RDMA_REQUEST, Opcode
 if TYPE_CHECKING:
     from dpu_app.regions.batch import Batch
 
+TRANSFER_MOVED_MAX = 4 << 20
+"""A transfer moves no more bytes than this, but for a single block: its checksums are computed in one go."""
+IN_FLIGHT_MOVED_MAX = 16 << 20
+"""Nor has a connection more posted and not complete, but for a single transfer: where the fabric copies at once, as the
+emulated one does, others are served in between, after two milliseconds; and a NIC's queue holds as much per agent."""
 TRANSFER_WRS_MAX = 256
 """A transfer never has more work requests than this, so that it always fits a send queue."""
 TRANSFER_BYTES_MAX = TRANSFER_WRS_MAX * RDMA_REQUEST.size
+_LENGTH_WORD = 4
+"""Of 32 bits, in an `RDMA_REQUEST`."""
 
 
 class Session:
@@ -57,12 +64,20 @@ class Session:
         return {namespace_id: handle for handle, namespace_id in self.handles.items()}
 
 
+def moved_by(requests: bytes | bytearray) -> int:
+    """Bytes that packed `RDMA_REQUEST`s move."""
+    if len(requests) == RDMA_REQUEST.size:
+        length: int = RDMA_REQUEST.unpack(requests)[2]
+        return length
+    return int(np.frombuffer(requests, np.uint32)[_LENGTH_WORD :: RDMA_REQUEST.size // 4].sum(dtype=np.int64))
+
+
 class Transfer:
     """READs or WRITEs of one batch, packed `RDMA_REQUEST`s, that go out together and complete together. `posted` is
     called when they are on their way, `done` with True when they are through, or with False when they never will be
     (never posted, or flushed)."""
 
-    __slots__ = ("batch", "done", "opcode", "posted", "requests", "wrs")
+    __slots__ = ("batch", "done", "moved", "opcode", "posted", "requests", "wrs")
 
     def __init__(
         self,
@@ -76,6 +91,7 @@ class Transfer:
         self.opcode = opcode
         self.requests = requests
         self.wrs = len(requests) // RDMA_REQUEST.size
+        self.moved = moved_by(requests)
         self.done = done
         self.posted = posted
 
@@ -100,13 +116,14 @@ class Connection:
         self.leases: set[int] = set()
         self._send_wrs_max = send_wrs_max
         self._posted_wrs = 0
+        self._posted_moved = 0
         self._waiting: deque[Transfer] = deque()
         self._in_flight: OrderedDict[int, Transfer] = OrderedDict()
         self._next_id = 0
         self._answers = 0
         self._sent = 0
-        self._followed: deque[tuple[int, int, bytes]] = deque()
-        """What the hot path posted: number of the answer behind it, work requests, frames held."""
+        self._followed: deque[tuple[int, int, int, bytes]] = deque()
+        """What the hot path posted: number of the answer behind it, work requests, bytes moved, frames held."""
         self._unhold = unhold
 
     @property
@@ -119,14 +136,21 @@ class Connection:
         """Work requests that may be posted now, ahead of nobody."""
         return 0 if self._waiting else self._send_wrs_max - self._posted_wrs
 
+    @property
+    def room_moved(self) -> int:
+        """Bytes that they may move."""
+        return max(0, IN_FLIGHT_MOVED_MAX - self._posted_moved)
+
     def answered(self) -> None:
         """Another response goes to the driver."""
         self._answers += 1
 
-    def follow(self, wrs: int, frames: bytes) -> None:
-        """So many unsignalled WRITEs are posted, from `frames`; the next response goes right behind them."""
+    def follow(self, wrs: int, moved: int, frames: bytes) -> None:
+        """So many unsignalled WRITEs are posted, of `moved` bytes from `frames`; the next response goes right behind
+        them."""
         self._posted_wrs += wrs
-        self._followed.append((self._answers + 1, wrs, frames))
+        self._posted_moved += moved
+        self._followed.append((self._answers + 1, wrs, moved, frames))
 
     def sent(self, count: int) -> bool:
         """The SENDs of `count` more responses are complete, so what was posted before them is, too. Whether that
@@ -135,8 +159,9 @@ class Connection:
         followed = self._followed
         freed = False
         while followed and followed[0][0] <= self._sent:
-            _, wrs, frames = followed.popleft()
+            _, wrs, moved, frames = followed.popleft()
             self._posted_wrs -= wrs
+            self._posted_moved -= moved
             self._unhold(frames)
             freed = True
         return freed
@@ -149,12 +174,13 @@ class Connection:
         is not posted: its memory may be in other use."""
         out: list[tuple[int, Transfer]] = []
         waiting = self._waiting
-        while waiting and self._posted_wrs + waiting[0].wrs <= self._send_wrs_max:
+        while waiting and self._fits(waiting[0]):
             transfer = waiting.popleft()
             if transfer.batch.closed:
                 transfer.done(False)
                 continue
             self._posted_wrs += transfer.wrs
+            self._posted_moved += transfer.moved
             self._next_id += 1
             self._in_flight[self._next_id] = transfer
             out.append((self._next_id, transfer))
@@ -162,20 +188,27 @@ class Connection:
                 transfer.posted()
         return out
 
+    def _fits(self, transfer: Transfer) -> bool:
+        if self._posted_wrs + transfer.wrs > self._send_wrs_max:
+            return False
+        return not self._posted_moved or self._posted_moved + transfer.moved <= IN_FLIGHT_MOVED_MAX
+
     def complete(self, wr_id: int) -> None:
         """A signalled completion: that transfer is through."""
         transfer = self._in_flight.pop(wr_id, None)
         if transfer is not None:
             self._posted_wrs -= transfer.wrs
+            self._posted_moved -= transfer.moved
             transfer.done(True)
 
     def abort(self) -> None:
         """The connection is closed: nothing of this touches memory any more."""
         for transfer in [*self._in_flight.values(), *self._waiting]:
             transfer.done(False)
-        for _, _, frames in self._followed:
+        for *_, frames in self._followed:
             self._unhold(frames)
         self._in_flight.clear()
         self._waiting.clear()
         self._followed.clear()
         self._posted_wrs = 0
+        self._posted_moved = 0

@@ -7,6 +7,8 @@ destinations out of order, is left to `load_path`, which answers every case, wit
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import numpy.typing as npt
 
@@ -16,7 +18,7 @@ from doca_shims.api import RDMA_REQUEST, Opcode
 from dpu_app.regions.batch import Batch
 from dpu_app.regions.catalogue import Slots
 from dpu_app.regions.context import Context
-from dpu_app.regions.sessions import TRANSFER_WRS_MAX, Transfer
+from dpu_app.regions.sessions import TRANSFER_MOVED_MAX, TRANSFER_WRS_MAX, Transfer
 
 _REQUEST = np.dtype(
     [("local", "<u8"), ("remote", "<u8"), ("length", "<u4"), ("lkey", "<u4"), ("rkey", "<u4"), ("reserved", "<u4")]
@@ -61,7 +63,7 @@ def deliver(context: Context, batch: Batch, slots: Slots) -> bool:
     requests["length"] = counts
     requests["lkey"] = batch.connection.window_lkey
     requests["rkey"] = entries["rkey"]
-    _post(context, batch, frames, requests.tobytes(), answer)
+    _post(context, batch, frames, counts.tolist(), requests.tobytes(), answer)
     return True
 
 
@@ -92,10 +94,11 @@ class _Answer:
         self._batch.close_if_done()
 
 
-def _post(context: Context, batch: Batch, frames: list[int], requests: bytes, answer: _Answer) -> None:
+def _post(
+    context: Context, batch: Batch, frames: list[int], lengths: list[int], requests: bytes, answer: _Answer
+) -> None:
     size = RDMA_REQUEST.size
-    for start in range(0, len(frames), TRANSFER_WRS_MAX):
-        stop = start + TRANSFER_WRS_MAX
+    for start, stop in _stretches(lengths):
         held = frames[start:stop]
         batch.connection.add(
             Transfer(
@@ -103,7 +106,18 @@ def _post(context: Context, batch: Batch, frames: list[int], requests: bytes, an
                 Opcode.RDMA_WRITE,
                 requests[start * size : stop * size],
                 done=lambda _ok, held=held: context.window.unhold_all(held),  # type: ignore[misc]
-                posted=answer.give if stop >= len(frames) else None,
+                posted=answer.give if stop == len(frames) else None,
             )
         )
     context.ready.add(batch.connection.connection_id)
+
+
+def _stretches(lengths: list[int]) -> Iterator[tuple[int, int]]:
+    """Of one transfer each: its first entry and the one behind its last."""
+    start = moved = 0
+    for entry, length in enumerate(lengths):
+        if entry > start and (moved + length > TRANSFER_MOVED_MAX or entry - start >= TRANSFER_WRS_MAX):
+            yield start, entry
+            start, moved = entry, 0
+        moved += length
+    yield start, len(lengths)

@@ -19,7 +19,7 @@ from dpu_app.regions.context import Context
 from dpu_app.regions.flash_queue import FlashJob, Priority
 from dpu_app.regions.memory_list import CHECKSUM, FLAGS, KEY_HI, KEY_LO, LENGTH, NAMESPACE, TTL_S
 from dpu_app.regions.presence import find
-from dpu_app.regions.sessions import TRANSFER_BYTES_MAX, Transfer
+from dpu_app.regions.sessions import TRANSFER_BYTES_MAX, TRANSFER_MOVED_MAX, Transfer
 from dpu_app.regions.window import FrameState, aligned_length
 
 Key = tuple[int, int, int]
@@ -32,7 +32,7 @@ _HAS_CHECKSUM = int(EntryFlags.HAS_CHECKSUM)
 class Incoming:
     """A value on its way into a frame."""
 
-    __slots__ = ("batch", "entry", "fingerprint", "frame", "joined", "key", "length", "slot", "ttl_s")
+    __slots__ = ("batch", "entry", "fingerprint", "frame", "joined", "key", "length", "reserves", "slot", "ttl_s")
 
     def __init__(
         self, batch: Batch, entry: int, key: Key, fingerprint: int, length: int, ttl_s: int, slot: int, frame: int
@@ -45,6 +45,7 @@ class Incoming:
         self.ttl_s = ttl_s
         self.slot = slot
         self.frame = frame
+        self.reserves = False  # its bytes count against its tenant's quota already
         self.joined: list[tuple[Batch, int]] = []
 
 
@@ -52,7 +53,7 @@ class StorePath:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._incoming: dict[Key, Incoming] = {}
-        self._reserved: dict[str, int] = {}  # tenant -> bytes of its incoming values
+        self._reserved: dict[str, int] = {}  # tenant that has a quota -> bytes of its incoming values
         self._used: dict[str, int] = {}  # tenant -> bytes of its blocks, while one event is handled
         self._out_of_frames = False
         self._dirty_max = max(1, int(context.settings.dirty_fraction * context.window.layout.frames))
@@ -121,14 +122,17 @@ class StorePath:
         if first is not None:
             first.joined.append((batch, entry))
             return
-        length = batch.rows[entry][LENGTH]
+        row = batch.rows[entry]
+        length = row[LENGTH]
         namespace, key_lo, key_hi = key
-        fingerprint = self._context.catalogue.index.fingerprint(key_lo, key_hi, namespace)
-        refusal = self._refusal(batch, key, fingerprint, length)
+        context = self._context
+        fingerprint = context.catalogue.index.fingerprint(key_lo, key_hi, namespace)
+        tenant = batch.connection.session.tenant
+        limit_bytes = context.quota.limit_bytes(tenant)
+        refusal = self._refusal(tenant, limit_bytes, key, fingerprint, length)
         if refusal is not None:
             self._refuse(batch, entry, refusal)
             return
-        context = self._context
         # First a frame: a slot may cost another block its place.
         frame = -1 if self._out_of_frames else context.window.take(-1, FrameState.FILLING)
         if frame < 0:
@@ -143,14 +147,15 @@ class StorePath:
             )
             return
         context.window.slot[frame] = slot
-        ttl_s = batch.rows[entry][TTL_S] or context.settings.ttl_default_s
+        ttl_s = row[TTL_S] or context.settings.ttl_default_s
         incoming = Incoming(batch, entry, key, fingerprint, length, ttl_s, slot, frame)
         self._incoming[key] = incoming
-        tenant = batch.connection.session.tenant
-        self._reserved[tenant] = self._reserved.get(tenant, 0) + length
+        if limit_bytes:
+            incoming.reserves = True
+            self._reserved[tenant] = self._reserved.get(tenant, 0) + length
         started.append(incoming)
 
-    def _refusal(self, batch: Batch, key: Key, fingerprint: int, length: int) -> Status | None:
+    def _refusal(self, tenant: str, limit_bytes: int, key: Key, fingerprint: int, length: int) -> Status | None:
         context = self._context
         if context.draining:
             return Status.DRAINING
@@ -158,8 +163,6 @@ class StorePath:
             return Status.BUSY
         if context.catalogue.lingers(key[1], key[2], key[0]):
             return Status.BUSY
-        tenant = batch.connection.session.tenant
-        limit_bytes = context.quota.limit_bytes(tenant)
         if limit_bytes and self._used_bytes(tenant) + self._reserved.get(tenant, 0) + length > limit_bytes:
             return Status.QUOTA_EXCEEDED
         if not context.admission.admit(fingerprint, context.clock.monotonic_ns() // NS_PER_S):
@@ -187,12 +190,17 @@ class StorePath:
         """RDMA READs for `started`, in transfers of a bounded number of work requests."""
         group: list[Incoming] = []
         requests = bytearray()
+        moved = 0
         lkey = batch.connection.window_lkey
         for incoming in started:
             pieces = batch.memory[incoming.entry]
-            if requests and len(requests) + len(pieces) * RDMA_REQUEST.size > TRANSFER_BYTES_MAX:
+            if requests and (
+                moved + incoming.length > TRANSFER_MOVED_MAX
+                or len(requests) + len(pieces) * RDMA_REQUEST.size > TRANSFER_BYTES_MAX
+            ):
                 self._post(batch, requests, group)
-                requests, group = bytearray(), []
+                requests, group, moved = bytearray(), [], 0
+            moved += incoming.length
             address = self._context.window.address(incoming.frame)
             for remote, length, rkey in pieces:
                 requests += RDMA_REQUEST.pack(address, remote, length, lkey, rkey, 0)
@@ -207,26 +215,28 @@ class StorePath:
 
     def _arrived(self, group: list[Incoming], ok: bool) -> None:
         self._begin_event()
+        stored_bytes = 0
         for incoming in group:
             if not ok or incoming.batch.closed:
                 self._fail(incoming, Status.TRANSFER_ERROR)
-            else:
-                self._commit(incoming)
+            elif self._commit(incoming):
+                stored_bytes += incoming.length
+        self._context.stats.add(StatId.STORE_BYTES, stored_bytes)
 
-    def _commit(self, incoming: Incoming) -> None:
+    def _commit(self, incoming: Incoming) -> bool:
+        """The value is in its frame: make it a block. False where it is not what the agent said it would be."""
         context = self._context
-        batch, entry, length = incoming.batch, incoming.entry, incoming.length
+        batch, entry, length, frame = incoming.batch, incoming.entry, incoming.length, incoming.frame
         row = batch.rows[entry]
-        checksum = _xxh3(context.window.bytes_of(incoming.frame, length))
+        checksum = _xxh3(context.window.bytes_of(frame, length))
         if row[FLAGS] & _HAS_CHECKSUM and checksum != row[CHECKSUM]:
             self._fail(incoming, Status.CHECKSUM)
-            return
-        context.window.fill(incoming.frame)
+            return False
+        context.window.fill(frame)
         record = context.catalogue.insert(
-            incoming.slot, incoming.key, incoming.fingerprint, length, checksum, incoming.ttl_s, incoming.frame
+            incoming.slot, incoming.key, incoming.fingerprint, length, checksum, incoming.ttl_s, frame
         )
         self._release(incoming)
-        context.stats.add(StatId.STORE_BYTES, length)
         self._flush(record, length)
         if batch.until_flash:
             record.waiters.append(lambda done: self._on_flash(batch, entry, Status.OK, done, checksum))
@@ -235,6 +245,7 @@ class StorePath:
         for other, other_entry in incoming.joined:
             if not other.closed:
                 self._exists(other, other_entry, incoming.slot)
+        return True
 
     def _on_flash(self, batch: Batch, entry: int, status: Status, ok: bool, checksum: int = 0) -> None:
         if ok:
@@ -244,6 +255,8 @@ class StorePath:
 
     def _release(self, incoming: Incoming) -> None:
         del self._incoming[incoming.key]
+        if not incoming.reserves:
+            return
         tenant = incoming.batch.connection.session.tenant
         self._reserved[tenant] -= incoming.length
         if self._reserved[tenant] == 0:

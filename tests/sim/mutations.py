@@ -79,9 +79,9 @@ def the_hot_path_does_not_hold_frames() -> AbstractContextManager[Any]:
     """Its frames are given back as soon as their WRITEs are asked for."""
     original = Connection.follow
 
-    def follow(self: Connection, wrs: int, frames: bytes) -> None:
+    def follow(self: Connection, wrs: int, moved: int, frames: bytes) -> None:
         self._unhold(frames)
-        original(self, wrs, b"")
+        original(self, wrs, moved, b"")
 
     return mock.patch.object(Connection, "follow", follow)
 

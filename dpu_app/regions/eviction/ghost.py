@@ -62,6 +62,8 @@ class Ghost:
 
     def take(self, fingerprint: int) -> bool:
         """Whether it is remembered; it is then forgotten."""
+        if not self._insertions:
+            return False
         tag, cells = self._places(fingerprint)
         for cell in cells:
             value = self._cell[cell]

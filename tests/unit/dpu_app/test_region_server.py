@@ -21,7 +21,7 @@ from doca_shims.api import Completion, ConnectionState, Opcode, RecvRequest, Sen
 from dpu_app.busy_poll import BusyPoll
 from dpu_app.flash.anonymous_memory import AnonymousMemory
 from dpu_app.peer import Peer
-from dpu_app.region_server import SHARED_NS, TURNS_PER_LOOK, RegionFacts, RegionServer
+from dpu_app.region_server import RegionFacts, RegionServer
 from dpu_app.worker_channel import ChannelClosedError, Message
 from tests.unit.dpu_app.regions.engine_world import SLOT_BYTES, World, content, key, statuses
 
@@ -204,8 +204,9 @@ class Rig:
             BusyPoll(busy_poll_ns),
         )
         namespaces = [{"handle": 1, "digest": (b"n" * 16).hex()}]
-        opening = {"session_id": 9, "token": TOKEN.hex(), "tenant": "t", "namespaces": namespaces}
-        self.channel.say({"id": 1, "method": "session_open", "params": opening})
+        for session_id in (9, 10):
+            opening = {"session_id": session_id, "token": TOKEN.hex(), "tenant": "t", "namespaces": namespaces}
+            self.channel.say({"id": 1, "method": "session_open", "params": opening})
         self.turn()
 
     def _submit(self, requests: Any) -> None:
@@ -279,6 +280,60 @@ def test_an_agent_that_never_pauses_does_not_keep_the_loop(rig: Rig) -> None:
     assert len(agent.answers) >= before + 50
 
 
+def test_beside_an_agent_with_long_turns_another_is_heard_in_the_next(rig: Rig) -> None:
+    busy, quiet = rig.connect(), rig.connect(10)
+    rig.turn(3)
+
+    def ask_again(_: wire.Capsule) -> None:
+        rig.world.clock.now_ns += 2_000_000  # so long was the turn
+        busy.ask(Op.RETRIEVE, rig.world.block_entries(KEYS, 0))
+
+    busy.heard = ask_again
+    busy.ask(Op.RETRIEVE, rig.world.block_entries(KEYS, 0))
+    rig.turn(20)
+    for number in range(1, 6):
+        quiet.ask(Op.LOOKUP, rig.world.key_entries(KEYS))
+        rig.turn(2)
+        assert len(quiet.answers) == number
+    assert len(busy.answers) > 20
+
+
+def test_one_answer_does_not_wait_for_the_next_ones_bytes(rig: Rig) -> None:
+    """Both requests come in one turn: the agent works on the first answer while the second's bytes are moved."""
+    agent = rig.connect()
+    rig.turn(2)
+    moved = []
+    second = rig.world.client.view[SLOT_BYTES : 2 * SLOT_BYTES]
+    second[:] = bytes(SLOT_BYTES)
+    agent.heard = lambda _: moved.append(bytes(second) == content(KEYS[1]))
+    for place in range(2):
+        agent.ask(Op.RETRIEVE, rig.world.block_entries([KEYS[place]], 0, at=[place * SLOT_BYTES]))
+    rig.turn(3)
+    assert [statuses(answer) for answer in agent.answers] == [[Status.OK]] * 2
+    assert moved == [False, True]
+
+
+def test_a_connection_that_breaks_at_one_answer_drops_the_requests_behind_it(rig: Rig) -> None:
+    agent = rig.connect()
+    rig.turn(2)
+
+    def gone(_: wire.Capsule) -> None:
+        raise ShimError(errno.ENOTCONN, "ibv_post_send", "gone")
+
+    agent.heard = gone
+    second = rig.world.client.view[SLOT_BYTES : 2 * SLOT_BYTES]
+    second[:] = bytes(SLOT_BYTES)
+    for place in range(3):
+        agent.ask(Op.RETRIEVE, rig.world.block_entries([KEYS[place]], 0, at=[place * SLOT_BYTES]))
+    rig.turn(3)
+    assert bytes(second) == bytes(SLOT_BYTES)
+    other = rig.connect()
+    rig.turn(2)
+    other.ask(Op.LOOKUP, rig.world.key_entries(KEYS))
+    rig.turn(3)
+    assert statuses(other.answers[0]) == [Status.OK] * 4
+
+
 def test_an_agent_that_ignores_its_credits_waits_for_itself(rig: Rig) -> None:
     agent = rig.connect()
     rig.turn(2)
@@ -315,65 +370,6 @@ def test_a_connection_that_breaks_under_a_waiting_answer_ends_alone(rig: Rig) ->
     rig.turn(2)
     assert not rig.peers
     assert "connection_lost" in rig.channel.events
-
-
-def test_large_batches_sent_ahead_are_taken_in_turn_with_other_agents(rig: Rig) -> None:
-    """An agent with several large batches outstanding has one of them served a turn, and all of them in order, unless
-    nobody else has asked for a while."""
-    greedy = rig.connect()
-    rig.turn(2)
-    opening = {"session_id": 10, "token": TOKEN.hex(), "tenant": "t", "namespaces": []}
-    rig.channel.say({"id": 2, "method": "session_open", "params": opening})
-    rig.turn()
-    modest = rig.connect(session_id=10)
-    rig.turn(2)
-    for agent in (greedy, modest):
-        agent.ask(Op.STAT, np.zeros(1, wire.EMPTY_ENTRY))
-        rig.turn(2 * TURNS_PER_LOOK)
-        assert len(agent.answers) == 1
-        agent.answers.clear()
-    many = [key(i) for i in range(400)]
-    for _ in range(2 * CREDITS):
-        greedy.ask(Op.LOOKUP, rig.world.key_entries(many))
-    modest.ask(Op.STAT, np.zeros(1, wire.EMPTY_ENTRY))
-    rig.turn()
-    assert (len(greedy.answers), len(modest.answers)) == (1, 1)
-    rig.turn(2 * CREDITS + 2)
-    assert [answer.request_id for answer in greedy.answers] == list(range(2, 2 * CREDITS + 2))
-    assert all(answer.aux == len(KEYS) for answer in greedy.answers)
-    rig.world.clock.now_ns += SHARED_NS
-    greedy.answers.clear()
-    for _ in range(CREDITS):
-        greedy.ask(Op.LOOKUP, rig.world.key_entries(many))
-    rig.turn()
-    assert len(greedy.answers) == CREDITS, "alone again"
-
-
-def test_small_requests_sent_ahead_are_taken_in_one_turn(rig: Rig) -> None:
-    agent = rig.connect()
-    rig.turn(2)
-    for _ in range(CREDITS):
-        agent.ask(Op.LOOKUP, rig.world.key_entries(KEYS))
-    rig.turn()
-    assert len(agent.answers) == CREDITS
-
-
-def test_an_agent_that_goes_while_its_batches_wait_ends_alone(rig: Rig) -> None:
-    agent = rig.connect()
-    rig.turn(2)
-    vars(rig.server)["_shared_until_ns"] = rig.world.clock.now_ns + SHARED_NS
-    for _ in range(CREDITS):
-        agent.ask(Op.LOOKUP, rig.world.key_entries([key(i) for i in range(400)]))
-    rig.turn()
-    assert len(agent.answers) == 1
-    agent.fail_posts = True
-    rig.turn(3)
-    assert not rig.peers
-    again = rig.connect()
-    rig.turn(2)
-    again.ask(Op.LOOKUP, rig.world.key_entries(KEYS))
-    rig.turn(2)
-    assert again.answers[0].aux == len(KEYS)
 
 
 def test_an_agent_for_which_there_is_no_memory_is_told(rig: Rig) -> None:

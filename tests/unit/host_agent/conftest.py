@@ -9,11 +9,21 @@ from typing import Any
 
 import pytest
 
+from host_agent import native_batches
 from host_agent.client import Client
 from tests.unit.host_agent.scripted_dpu import SLOT_BYTES, ScriptedDpu
 
 MakeDpu = Callable[..., ScriptedDpu]
 MakeClient = Callable[..., Client]
+
+
+@pytest.fixture(params=["native", "python"])
+def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients have the native way of plain batches, or are without it."""
+    if request.param == "python":
+        monkeypatch.setattr(native_batches, "MODULE", None)
+    elif native_batches.MODULE is None:
+        pytest.skip("the native module is not built")
 
 
 @pytest.fixture

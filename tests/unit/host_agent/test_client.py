@@ -36,6 +36,7 @@ def _silent(_region: ScriptedRegion, _capsule: wire.Capsule) -> None:
     raise Silence
 
 
+@pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("verify", [False, True])
 def test_blocks_come_back_from_several_regions(make_dpu: MakeDpu, make_client: MakeClient, verify: bool) -> None:
     dpus = [make_dpu(regions=2), make_dpu(regions=2)]
@@ -56,6 +57,7 @@ def test_blocks_come_back_from_several_regions(make_dpu: MakeDpu, make_client: M
     assert int(found.present.sum()) == 39
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_memory_of_every_kind_is_read_and_written(make_dpu: MakeDpu, make_client: MakeClient) -> None:
     client = make_client(make_dpu())
     namespace = client.namespace(record())
@@ -72,6 +74,7 @@ def test_memory_of_every_kind_is_read_and_written(make_dpu: MakeDpu, make_client
         client.store(namespace, KEYS[2:3], [pool[:BLOCK]])
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_scatter_lists_and_ranges(make_dpu: MakeDpu, make_client: MakeClient) -> None:
     client = make_client(make_dpu())
     namespace = client.namespace(record())
@@ -317,6 +320,7 @@ def test_an_answer_that_makes_no_sense_costs_the_connection(
     assert _names(client.delete(namespace, KEYS)) == {"MISS"}
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_corrupt_bytes_are_noticed_when_asked(make_dpu: MakeDpu, make_client: MakeClient) -> None:
     dpu = make_dpu()
     client = make_client(dpu)

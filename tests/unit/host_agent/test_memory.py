@@ -175,3 +175,42 @@ def test_closing_twice_is_fine() -> None:
         assert bytes(memory.array()[:2]) == b"ab"
         memory.close()
     assert table.all() == []
+
+
+@pytest.mark.parametrize("kind", [np.int8, np.int32, np.int64, np.uint32, np.uint64])
+def test_blocks_of_every_form_are_the_same_places(kind: Any) -> None:
+    memory = RegisteredMemory(Buffer(1 << 40, 1000, None), lambda _memory: None, None)
+    expected = memory.spans([200, 400, 600], 100)
+    forms: list[Any] = [
+        range(2, 7, 2),
+        [2, 4, 6],
+        (2, 4, 6),
+        np.array([2, 4, 6], kind),
+        np.arange(8, dtype=kind)[2::2][:3],
+    ]
+    for form in forms:
+        spans = memory.blocks(form, 100)
+        assert spans.addresses.tolist() == expected.addresses.tolist()
+        assert spans.lengths.tolist() == expected.lengths.tolist()
+        assert spans.addresses.dtype == spans.lengths.dtype == np.dtype(np.uint64)
+    assert memory.blocks(3, 100).addresses.tolist() == memory.spans(300, 100).addresses.tolist()
+    outside: list[Any] = [[10], [-1], -1, range(8, 11), range(-1, 2), [1 << 63], np.array([2, 10], kind)]
+    if np.dtype(kind).kind == "i":
+        outside.append(np.array([0, -1], kind))
+    for form in outside:
+        with pytest.raises(UserError, match="outside"):
+            memory.blocks(form, 100)
+    with pytest.raises(UserError, match="row"):
+        memory.blocks(np.zeros((2, 2), kind), 100)
+    for size in (0, 1001, -1, 1 << 33):
+        with pytest.raises(UserError):
+            memory.blocks([1001], size)
+
+
+def test_one_piece_by_two_numbers_keeps_within_the_memory() -> None:
+    memory = RegisteredMemory(Buffer(1 << 40, 1000, None), lambda _memory: None, None)
+    assert memory.spans(900, 100).addresses.tolist() == [(1 << 40) + 900]
+    assert memory.spans(1000, 0).lengths.tolist() == [0]
+    for offset, length in ((901, 100), (-1, 10), (0, 1001), (1001, 0), (0, -1), (0, 1 << 32)):
+        with pytest.raises(UserError, match=r"outside|longer"):
+            memory.spans(offset, length)

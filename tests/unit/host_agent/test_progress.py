@@ -128,11 +128,38 @@ def test_off_or_alone_on_one_core_nobody_looks(limit_s: float, cores: int) -> No
         waiting.progress.close()
 
 
+@pytest.mark.parametrize("others_wait", [False, True])
+def test_what_arrived_is_looked_into_unless_others_wait(waiting: Waiting, others_wait: bool) -> None:
+    """A leader must not keep other callers waiting for its own checksums."""
+    left = 3
+
+    def check() -> bool:
+        nonlocal left
+        left -= 1
+        return left >= 0
+
+    operation = Operation(Op.RETRIEVE, bytearray(16), waiting.clock.now_ns + 10**9)
+    operation.check = check
+    link: Any = Link(answers_at=1_000_000)
+    link.request = Request(operation, bytes(64), 1, 0)
+    link.request.link = link
+    operation.pending.add(link.request)
+    waiting.progress._followers = int(others_wait)
+    waiting.progress.wait(operation)
+    assert left == (3 if others_wait else -1)
+
+
 def test_kinds_of_operations_are_told_apart(waiting: Waiting) -> None:
     slow = Operation(Op.RETRIEVE, bytearray(512 * 16), 0)
     quick = Operation(Op.LOOKUP, bytearray(8), 0)
-    kind = waiting.busy.due(slow)
+    kind = waiting.busy.due(slow, 1)
     assert kind is not None
     kind.told(False)
-    assert waiting.busy.due(slow) is None
-    assert waiting.busy.due(quick) is not None
+    assert waiting.busy.due(slow, 1) is None
+    assert waiting.busy.due(quick, 1) is not None
+
+
+@pytest.mark.parametrize(("regions", "cores", "looks"), [(1, 1, False), (1, 2, True), (2, 2, False), (4, 8, True)])
+def test_nobody_looks_who_takes_a_core_from_those_that_are_to_answer(regions: int, cores: int, looks: bool) -> None:
+    operation = Operation(Op.LOOKUP, bytearray(8), 0)
+    assert (BusyPolling(LIMIT_S, cores).due(operation, regions) is not None) is looks
