@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from common.errors import DeadlineError, UserError
+from common.errors import UserError
 from common.wire import CONNECT_DATA
 from doca_shims.api import (
     Clock,
@@ -30,20 +30,20 @@ from doca_shims.api import (
 )
 from dpu_app.background_task import BackgroundTask
 from dpu_app.busy_poll import BusyPoll
+from dpu_app.capsule_queue import CapsuleQueue
 from dpu_app.flash_errors import FlashErrorLog
 from dpu_app.peer import Peer
-from dpu_app.regions.context import Posting
+from dpu_app.regions.context import TURN_MOVED_MAX, Posting
 from dpu_app.regions.engine import RegionEngine
+from dpu_app.supervisor_calls import Methods, SupervisorCalls
 from dpu_app.turn_times import Cause, Schedule, TurnTimes
-from dpu_app.worker_channel import ChannelClosedError, Message, WorkerEnd
+from dpu_app.worker_channel import Message, WorkerEnd
 
 NS_PER_S = 1_000_000_000
 TURNS_PER_LOOK = 16
 """While connections are being polled, the other descriptors are looked at once in so many turns of the loop,"""
 LOOK_NS = 200_000
 """or after so long: a busy agent's turns may take milliseconds, and another one's first request waits for a look."""
-STOP_DRAIN_S = 10.0
-"""A stop without a drain before it flushes for at most so long."""
 _LOG = logging.getLogger(__name__)
 
 
@@ -57,21 +57,6 @@ class RegionFacts:
     slots: int
     capacity_bytes: int
     generation: int
-
-
-class PeerLeases:
-    """The engine's LeasePort on the peers' registrations."""
-
-    def __init__(self, peers: dict[int, Peer]) -> None:
-        self._peers = peers
-
-    def grant(self, connection_id: int, address: int, length_bytes: int) -> int:
-        return self._peers[connection_id].grant(address, length_bytes)
-
-    def revoke(self, connection_id: int, rkey: int) -> None:
-        peer = self._peers.get(connection_id)
-        if peer is not None:
-            peer.revoke(rkey)
 
 
 class RegionServer:
@@ -98,7 +83,6 @@ class RegionServer:
         self._flash = flash
         self._flash_errors = FlashErrorLog(facts.name)
         self._window = window
-        self._channel = channel
         self._clock = clock
         self._times = TurnTimes(clock.monotonic_ns, Schedule())
         self._credits = credits
@@ -107,24 +91,24 @@ class RegionServer:
         self._peer_by_fd: dict[int, int] = {}
         self._unsettled: set[int] = set()
         """Connections to look at in this turn of the loop: each promises to wake it only once polled empty."""
+        self._capsules = CapsuleQueue()
+        self._moved = 0
+        """Bytes of what was posted in this turn."""
         self._busy_poll = busy_poll
         self._turns_to_look = 0
         self._look_at_ns = 0
         self._next_connection = 0
-        self._draining = False
-        self._drain_waiters: list[tuple[int, int]] = []  # request id, deadline
-        self._stop_deadline_ns: int | None = None
         self._epoll = select.epoll()
-        for source in (listener, channel, flash):
+        for source in (listener, flash):
             self._epoll.register(source.fileno(), select.EPOLLIN)
-        self._channel_writing = False
-        self._methods: dict[str, Callable[[dict[str, Any]], Message]] = {
+        methods: Methods = {
             "session_open": self._session_open,
             "session_namespace": self._session_namespace,
             "session_close": self._session_close,
             "status": self._status,
             "pauses": lambda _: self._times.report(),
         }
+        self._supervisor = SupervisorCalls(channel, engine, clock, self._epoll, methods)
 
     # ---------------------------------------------------------------- loop
 
@@ -148,6 +132,10 @@ class RegionServer:
             if not self._unsettled or not self._turns_to_look or now_ns >= self._look_at_ns:
                 self._look(now_ns)
             self._turns_to_look -= 1
+            self._capsules.begin_turn()
+            self._moved = 0
+            if self._capsules:
+                self._hear()
             for connection_id in tuple(self._unsettled):
                 self._poll_peer(connection_id, now_ns)
             if now_ns >= engine.next_wakeup_ns():
@@ -159,26 +147,25 @@ class RegionServer:
                 times.mark(Cause.RECEIVE)
                 self._carry_out(now_ns)
                 rest = Cause.OUTPUT
-            if self._drain_waiters or self._channel.wants_write or self._channel_writing:
-                self._serve_channel()
+            if self._supervisor.busy:
+                self._supervisor.serve()
+
+    def _hear(self) -> None:
+        """What earlier turns left."""
+        for connection_id, capsule in self._capsules.next():
+            self._engine.receive(connection_id, capsule)
+            if self._engine.outbox.full:
+                self._capsules.end_turn()
 
     def _look(self, now_ns: int) -> None:
         """At all descriptors; until something comes or is due, where no connection needs to be polled."""
         self._turns_to_look = TURNS_PER_LOOK
         self._look_at_ns = now_ns + LOOK_NS
-        left_ns = 0 if self._unsettled else max(0, self._engine.next_wakeup_ns() - now_ns)
+        left_ns = 0 if self._unsettled or self._capsules else max(0, self._engine.next_wakeup_ns() - now_ns)
         ready = self._epoll.poll(left_ns / NS_PER_S)
         self._times.awake()
         for fd, _ in ready:
             self._ready(fd)
-
-    def _serve_channel(self) -> None:
-        try:
-            if self._drain_waiters:
-                self._answer_drains()
-            self._watch_channel()
-        except ChannelClosedError:
-            self._supervisor_gone()
 
     @property
     def drained(self) -> bool:
@@ -192,9 +179,7 @@ class RegionServer:
         self._times.close()
 
     def _stopped(self) -> bool:
-        if self._stop_deadline_ns is None:
-            return False
-        return self._engine.drained or self._clock.monotonic_ns() >= self._stop_deadline_ns
+        return self._supervisor.stopped
 
     def _ready(self, fd: int) -> None:
         connection_id = self._peer_by_fd.get(fd)
@@ -209,8 +194,8 @@ class RegionServer:
             while (request := self._listener.accept()) is not None:
                 self._accept(request)
             self._times.mark(Cause.CONTROL)
-        elif fd == self._channel.fileno():
-            self._poll_channel()
+        elif fd == self._supervisor.fileno():
+            self._supervisor.receive()
             self._times.mark(Cause.CONTROL)
         elif fd == self._restoring.fileno():
             self._epoll.unregister(fd)
@@ -252,7 +237,7 @@ class RegionServer:
     def _post(self, fabric: list[Posting]) -> set[int] | None:
         """READs and WRITEs; the connections where some of them will complete."""
         completing: set[int] | None = None
-        for connection_id, wr_id, opcode, requests, flags in fabric:
+        for connection_id, wr_id, opcode, requests, flags, moved in fabric:
             peer = self._peers.get(connection_id)
             if peer is None:
                 continue
@@ -261,10 +246,13 @@ class RegionServer:
             except ShimError as error:
                 self._drop(connection_id, str(error))
                 continue
+            self._moved += moved
             self._unsettled.add(connection_id)
             if flags:
                 completing = completing or set()
                 completing.add(connection_id)
+        if self._moved >= TURN_MOVED_MAX:
+            self._capsules.end_turn()
         return completing
 
     def _send(self, responses: list[tuple[int, bytes]]) -> None:
@@ -368,18 +356,21 @@ class RegionServer:
 
     def _receive(self, connection_id: int, peer: Peer, capsules: list[memoryview]) -> None:
         engine = self._engine
-        for capsule in capsules:
+        for capsule in self._capsules.take(connection_id, capsules):
             if self._peers.get(connection_id) is not peer:
                 return
             engine.receive(connection_id, capsule)
             if engine.outbox.fabric and len(capsules) > 1:
                 self._put_out()  # the agent works on the answer to one while the next one's bytes are moved
+        if engine.outbox.full:
+            self._capsules.end_turn()
 
     def _drop(self, connection_id: int, reason: str = "") -> None:
         peer = self._peers.get(connection_id)
         if peer is None:
             return
         self._unsettled.discard(connection_id)
+        self._capsules.drop(connection_id)
         self._epoll.unregister(peer.fileno())
         del self._peer_by_fd[peer.fileno()]
         peer.close()
@@ -389,75 +380,9 @@ class RegionServer:
             _LOG.info(
                 "connection closed", extra={"peer": peer.name, "session": f"{peer.session_id:016x}", "reason": reason}
             )
-            self._tell("connection_lost", session_id=peer.session_id, reason=reason)
+            self._supervisor.tell("connection_lost", session_id=peer.session_id, reason=reason)
 
-    # ---------------------------------------------------------------- the supervisor's channel
-
-    def _tell(self, event: str, **fields: Any) -> None:
-        try:
-            self._channel.event(event, **fields)
-        except ChannelClosedError:
-            self._supervisor_gone()
-
-    def _supervisor_gone(self) -> None:
-        self._drain_waiters = []
-        if self._stop_deadline_ns is None:
-            _LOG.warning("the supervisor is gone; stopping")
-            self._stop()
-
-    def _poll_channel(self) -> None:
-        try:
-            for message in self._channel.recv():
-                self._answer(message)
-        except ChannelClosedError:
-            self._epoll.unregister(self._channel.fileno())
-            self._channel_writing = False
-            self._supervisor_gone()
-
-    def _answer(self, message: Message) -> None:
-        request_id, method, params = int(message["id"]), str(message["method"]), message.get("params", {})
-        if method == "drain":
-            self._draining = True
-            self._engine.drain()
-            deadline_ns = self._clock.monotonic_ns() + int(float(params["timeout_s"]) * NS_PER_S)
-            self._drain_waiters.append((request_id, deadline_ns))
-            return
-        if method == "stop":
-            self._channel.reply(request_id)
-            self._stop()
-            return
-        handler = self._methods.get(method)
-        try:
-            if handler is None:
-                raise UserError(f"a region worker has no method {method!r}")
-            self._channel.reply(request_id, handler(params))
-        except (UserError, ShimError) as error:
-            self._channel.reply_error(request_id, error)
-
-    def _stop(self) -> None:
-        self._engine.drain()
-        self._draining = True
-        self._stop_deadline_ns = self._clock.monotonic_ns() + int(STOP_DRAIN_S * NS_PER_S)
-
-    def _answer_drains(self) -> None:
-        now_ns = self._clock.monotonic_ns()
-        left = []
-        for request_id, deadline_ns in self._drain_waiters:
-            if self._engine.drained:
-                self._channel.reply(request_id)
-            elif now_ns >= deadline_ns:
-                self._channel.reply_error(request_id, DeadlineError("blocks are still on their way to flash"))
-            else:
-                left.append((request_id, deadline_ns))
-        self._drain_waiters = left
-
-    def _watch_channel(self) -> None:
-        wants = self._channel.wants_write
-        if wants != self._channel_writing:
-            self._channel_writing = wants
-            self._epoll.modify(self._channel.fileno(), select.EPOLLIN | (select.EPOLLOUT if wants else 0))
-        if wants:
-            self._channel.flush()
+    # ---------------------------------------------------------------- the supervisor's calls
 
     def _session_open(self, params: dict[str, Any]) -> Message:
         session_id = int(params["session_id"])
@@ -492,7 +417,7 @@ class RegionServer:
             "slots": facts.slots,
             "capacity_bytes": facts.capacity_bytes,
             "generation": facts.generation,
-            "state": "draining" if self._draining else "serving",
+            "state": "draining" if self._supervisor.draining else "serving",
             "address": self._listener.address,
         }
         return {"region": region, "stats": {stat.name: value for stat, value in self._engine.stats().items()}}

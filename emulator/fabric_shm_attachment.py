@@ -72,7 +72,8 @@ class Attachment(QueuePair):
         self._live = self._process
         if self._domain.native_regions is not None:
             pages = (self._page.address, self._peer_page.address, self._table.address)
-            self._channel = fabric_shm_pages.NATIVE.Channel(self._domain.native_regions, *pages, self._peer_event)
+            peer = (self._peer_event, pid, self._process.pidfd)
+            self._channel = fabric_shm_pages.NATIVE.Channel(self._domain.native_regions, *pages, *peer)
         self._initiator = Initiator(self._domain, self._peer_page, self._table, self._process, self._channel)
         self._messages = Messages(
             self._domain, (self._page, self._peer_page), self._socket, self._peer_event, self._channel

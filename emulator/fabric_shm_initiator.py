@@ -211,6 +211,6 @@ class Initiator:
         end = row.address + row.length_bytes
         remote = _Remote(slot, word, row.address, end, readable, writable, delta)
         self._remotes[rkey] = remote
-        if self._channel is not None and delta is not None:
-            self._channel.learn(rkey, slot, word, row.address, end, row.access & _U32, delta & _U64)
+        if self._channel is not None and word & KIND_MASK != SUSPENDED and rkey != 0 and end <= _U64:
+            self._channel.learn(rkey, slot, word, row.address, end, row.access & _U32, delta)
         return remote

@@ -39,9 +39,9 @@ class Peer:
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        self._pidfd = os.pidfd_open(pid)
+        self.pidfd = os.pidfd_open(pid)
         self._exit = select.poll()
-        self._exit.register(self._pidfd, select.POLLIN)
+        self._exit.register(self.pidfd, select.POLLIN)
         self._mappings: dict[int, tuple[int, int] | None] = {}  # by inode: address, length
         self.unmapped = False
         """Some mapping has been removed; whoever has kept an address in it resets this."""
@@ -99,7 +99,7 @@ class Peer:
     def close(self) -> None:
         for inode in list(self._mappings):
             self._unmap(inode)
-        os.close(self._pidfd)
+        os.close(self.pidfd)
 
     def _unmap(self, inode: int) -> None:
         mapping = self._mappings.pop(inode)

@@ -63,6 +63,8 @@ struct batch {
     uint32_t *handles, *rkeys;
     uint64_t *ends;         /* by region: first its count, then where its entries end */
     uint16_t *chosen;       /* region of each key */
+    uint32_t *sorting;      /* what `sorted` is within */
+    const uint32_t *sorted; /* in which order blocks are written where it is not theirs: by address */
 };
 
 /* ------------------------------------------------------------------------------------------------- placement */
@@ -131,6 +133,7 @@ static void end_batch(struct batch *batch)
     PyMem_Free(batch->rkeys);
     PyMem_Free(batch->ends);
     PyMem_Free(batch->chosen);
+    PyMem_Free(batch->sorting);
 }
 
 static uint32_t *numbers(PyObject *list, Py_ssize_t count)
@@ -261,14 +264,14 @@ static PyObject *planned(struct batch *batch, PyObject *body, PyObject *order)
     return plan;
 }
 
-/* The body of `entry_bytes` a block, zeroed, and the order where there are several regions. 0 or -1. */
+/* The body of `entry_bytes` a block, and the order where it is another than that of the keys. 0 or -1. */
 static int make_body(struct batch *batch, Py_ssize_t entry_bytes, PyObject **body, PyObject **order)
 {
     *order = NULL;
     *body = PyByteArray_FromStringAndSize(NULL, batch->count * entry_bytes);
     if (*body == NULL)
         return -1;
-    if (batch->regions > 1) {
+    if (batch->regions > 1 || batch->sorted != NULL) {
         *order = PyBytes_FromStringAndSize(NULL, batch->count * sizeof(int64_t));
         if (*order == NULL) {
             Py_CLEAR(*body);
@@ -315,48 +318,60 @@ static PyObject *plan_keys(PyObject *self, PyObject *const *args, Py_ssize_t nar
     return result;
 }
 
-/* Whether ranges of `length` at these addresses are apart from each other: sorted by the bytes in which they differ. */
-static int are_apart(const uint64_t *addresses, Py_ssize_t count, uint64_t length)
+/* Sort `count` indices by their addresses, byte by byte of those in which addresses differ. `both` has room for twice as
+ * many and holds 0, 1, 2... at first; returns the half of it with the result. */
+static uint32_t *by_address(const uint64_t *addresses, Py_ssize_t count, uint64_t differing, uint32_t *both)
 {
-    uint64_t differing = 0;
-    int ascending = 1;
-    for (Py_ssize_t i = 1; i < count; i++) {
-        differing |= addresses[i] ^ addresses[0];
-        ascending &= addresses[i] >= addresses[i - 1] && addresses[i] - addresses[i - 1] >= length;
-    }
-    if (ascending)
-        return 1;
-    uint64_t *from = PyMem_Malloc(2 * count * sizeof(uint64_t)), *to = from + count, *both = from;
-    if (from == NULL)
-        return 0; /* the general way finds out */
-    memcpy(from, addresses, count * sizeof(uint64_t));
+    uint32_t *from = both, *to = both + count;
     for (int shift = 0; shift < 64; shift += 8) {
         if ((differing >> shift & 0xFF) == 0)
             continue;
         Py_ssize_t firsts[256] = {0}, first = 0;
         for (Py_ssize_t i = 0; i < count; i++)
-            firsts[from[i] >> shift & 0xFF]++;
+            firsts[addresses[i] >> shift & 0xFF]++;
         for (int digit = 0; digit < 256; digit++) {
             Py_ssize_t same = firsts[digit];
             firsts[digit] = first;
             first += same;
         }
         for (Py_ssize_t i = 0; i < count; i++)
-            to[firsts[from[i] >> shift & 0xFF]++] = from[i];
-        uint64_t *swapped = from;
+            to[firsts[addresses[from[i]] >> shift & 0xFF]++] = from[i];
+        uint32_t *swapped = from;
         from = to;
         to = swapped;
     }
+    return from;
+}
+
+/* Whether ranges of `length` at these addresses are apart from each other. Where they do not ascend, batch->sorted says
+ * in which order they do. */
+static int are_apart(struct batch *batch, const uint64_t *addresses, uint64_t length)
+{
+    Py_ssize_t count = batch->count;
+    uint64_t differing = 0;
+    int ascend = 1;
+    for (Py_ssize_t i = 1; i < count; i++) {
+        differing |= addresses[i] ^ addresses[0];
+        ascend &= addresses[i] >= addresses[i - 1] && addresses[i] - addresses[i - 1] >= length;
+    }
+    if (ascend)
+        return 1;
+    batch->sorting = PyMem_Malloc(2 * count * sizeof(uint32_t));
+    if (batch->sorting == NULL)
+        return 0; /* the general way finds out */
+    for (Py_ssize_t i = 0; i < count; i++)
+        batch->sorting[i] = (uint32_t)i;
+    const uint32_t *sorted = batch->sorted = by_address(addresses, count, differing, batch->sorting);
     int apart = 1;
     for (Py_ssize_t i = 1; i < count; i++)
-        apart &= from[i] - from[i - 1] >= length;
-    PyMem_Free(both);
+        apart &= addresses[sorted[i]] - addresses[sorted[i - 1]] >= length;
     return apart;
 }
 
 /* Whether nothing is to be refused: pieces of one size that the wire can carry, apart where they are written to. */
-static int is_plain_memory(const Py_buffer *addresses, const Py_buffer *lengths, Py_ssize_t count, int must_be_apart)
+static int is_plain_memory(struct batch *batch, const Py_buffer *addresses, const Py_buffer *lengths, int must_be_apart)
 {
+    Py_ssize_t count = batch->count;
     if (addresses->len != count * 8 || lengths->len != count * 8)
         return 0;
     const uint64_t *sizes = lengths->buf;
@@ -366,7 +381,7 @@ static int is_plain_memory(const Py_buffer *addresses, const Py_buffer *lengths,
     for (Py_ssize_t i = 1; i < count; i++)
         if (sizes[i] != size)
             return 0;
-    return !must_be_apart || are_apart(addresses->buf, count, size);
+    return !must_be_apart || are_apart(batch, addresses->buf, size);
 }
 
 static void fill_blocks(struct batch *batch, PyObject *body, PyObject *order, const uint64_t *addresses,
@@ -381,7 +396,8 @@ static void fill_blocks(struct batch *batch, PyObject *body, PyObject *order, co
         .flags = (uint16_t)offset_ttl_flags[2],
         .sge_count = 1,
     };
-    for (Py_ssize_t i = 0; i < batch->count; i++) {
+    for (Py_ssize_t turn = 0; turn < batch->count; turn++) {
+        Py_ssize_t i = batch->sorted != NULL ? (Py_ssize_t)batch->sorted[turn] : turn;
         uint16_t region = batch->chosen[i];
         uint64_t at = batch->ends[region]++;
         memcpy(entry.key, batch->keys + i * KEY_BYTES, KEY_BYTES);
@@ -424,7 +440,7 @@ static PyObject *plan_blocks(PyObject *self, PyObject *const *args, Py_ssize_t n
     int plain = begin_batch(&batch, args[0], args[1], args[2]);
     if (plain > 0)
         plain = numbers_given[0] <= UINT32_MAX && numbers_given[1] <= UINT32_MAX && numbers_given[2] <= UINT16_MAX &&
-                is_plain_memory(&addresses, &lengths, batch.count, must_be_apart);
+                is_plain_memory(&batch, &addresses, &lengths, must_be_apart);
     if (plain > 0) {
         batch.rkeys = numbers(args[3], batch.regions);
         if (batch.rkeys != NULL && make_body(&batch, BLOCK_ENTRY_BYTES, &body, &order) == 0) {

@@ -12,7 +12,7 @@ from dpu_app.regions.catalogue import Catalogue
 from dpu_app.regions.flash_queue import FlashQueue
 from dpu_app.regions.hot_path import HotPath
 from dpu_app.regions.quota import QuotaPolicy
-from dpu_app.regions.sessions import IN_FLIGHT_MOVED_MAX, Connection, moved_by
+from dpu_app.regions.sessions import IN_FLIGHT_MOVED_MAX, Connection
 from dpu_app.regions.stats import Stats
 from dpu_app.regions.window import Window
 
@@ -57,11 +57,8 @@ class Posting(NamedTuple):
     opcode: Opcode
     requests: bytes | bytearray
     flags: SendFlags
-
-    @property
-    def moved(self) -> int:
-        """Bytes that it moves."""
-        return moved_by(self.requests)
+    moved: int
+    """Bytes that it moves."""
 
 
 TURN_MOVED_MAX = IN_FLIGHT_MOVED_MAX

@@ -196,7 +196,7 @@ class RegionEngine:
         response, requests, frames, moved = served
         if requests is not None and frames is not None and moved is not None:
             connection.follow(len(frames) // hot_path.FRAME_BYTES, moved, frames)
-            self.outbox.fabric.append(Posting(connection.connection_id, 0, _WRITE, requests, _UNSIGNALLED))
+            self.outbox.fabric.append(Posting(connection.connection_id, 0, _WRITE, requests, _UNSIGNALLED, moved))
         self._respond(connection, response)
         return True
 
@@ -237,6 +237,8 @@ class RegionEngine:
     def tick(self) -> None:
         """Time has passed: deadlines, leases, housekeeping."""
         now_ns = self._context.clock.monotonic_ns()
+        if self._context.queue.behind:
+            self.on_flash(())
         for batch in self._deadlines.expired(now_ns):
             self._expire(batch)
         self._leases.expire(now_ns)
@@ -247,7 +249,7 @@ class RegionEngine:
 
     def next_wakeup_ns(self) -> int:
         """Monotonic time at which `tick` is due."""
-        due_ns = self._next_tick_ns
+        due_ns = 0 if self._context.queue.behind else self._next_tick_ns
         deadline_ns = self._deadlines.next_ns()
         if deadline_ns is not None and deadline_ns < due_ns:
             due_ns = deadline_ns
@@ -267,8 +269,8 @@ class RegionEngine:
             connection = context.connections.get(context.ready.pop())
             if connection is not None:
                 for wr_id, transfer in connection.pump():
-                    posting = Posting(connection.connection_id, wr_id, transfer.opcode, transfer.requests, _SIGNALED)
-                    self.outbox.fabric.append(posting)
+                    post = (wr_id, transfer.opcode, transfer.requests, _SIGNALED, transfer.moved)
+                    self.outbox.fabric.append(Posting(connection.connection_id, *post))
         self.outbox.flash.extend(context.queue.pump())
 
     def _answered(self, batch: Batch, response: bytes) -> None:

@@ -392,7 +392,7 @@ class World:
             for posting in fabric:
                 connection_id = posting.connection_id
                 if connection_id in connected:
-                    self.fabric.post_rdma(*posting)
+                    self.fabric.post_rdma(*posting[:5])
                     require(
                         self.fabric.posted(connection_id) <= self.scenario.send_wrs_max,
                         "more work requests posted than the queue holds",

@@ -18,6 +18,7 @@ from common import wire
 from common.status import Status
 from common.wire import CONNECT_DATA, Op, StatId
 from doca_shims.api import Completion, ConnectionState, Opcode, RecvRequest, SendFlags, SendRequest, ShimError, WcStatus
+from dpu_app import capsule_queue
 from dpu_app.busy_poll import BusyPoll
 from dpu_app.flash.anonymous_memory import AnonymousMemory
 from dpu_app.peer import Peer
@@ -296,6 +297,46 @@ def test_beside_an_agent_with_long_turns_another_is_heard_in_the_next(rig: Rig) 
         rig.turn(2)
         assert len(quiet.answers) == number
     assert len(busy.answers) > 20
+
+
+def test_many_requests_at_once_are_heard_turn_by_turn(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One agent sends as many as it has credits for, each as large as a turn takes; another's is heard in between."""
+    monkeypatch.setattr(capsule_queue, "TURN_BYTES", 256)
+    busy, quiet = rig.connect(), rig.connect(10)
+    rig.turn(3)
+    for _ in range(CREDITS):
+        busy.ask(Op.RETRIEVE, rig.world.block_entries(KEYS, 0))
+    quiet.ask(Op.LOOKUP, rig.world.key_entries(KEYS))
+    heard = []
+    receive = rig.world.engine.receive
+
+    def hear(connection_id: int, capsule: wire.ReadableBuffer) -> None:
+        heard.append(connection_id)
+        receive(connection_id, capsule)
+
+    monkeypatch.setattr(rig.world.engine, "receive", hear)
+    turns = []
+    for _ in range(CREDITS + 3):
+        rig.turn()
+        turns.append(len(heard))
+        heard.clear()
+    assert sum(turns) == CREDITS + 1
+    assert max(turns) <= 2
+    assert len(quiet.answers) == 1
+    assert [answer.request_id for answer in busy.answers] == list(range(1, CREDITS + 1))
+    assert all(statuses(answer) == [Status.OK] * 4 for answer in busy.answers)
+
+
+def test_a_connection_that_goes_takes_its_waiting_requests_along(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capsule_queue, "TURN_BYTES", 1)
+    agent = rig.connect()
+    rig.turn(3)
+    for _ in range(CREDITS):
+        agent.ask(Op.RETRIEVE, rig.world.block_entries(KEYS, 0))
+    agent.fail_posts = True
+    rig.turn(5)
+    assert not rig.peers
+    assert not rig.server._capsules
 
 
 def test_one_answer_does_not_wait_for_the_next_ones_bytes(rig: Rig) -> None:

@@ -17,6 +17,7 @@ from emulator import fabric_shm, fabric_shm_pages
 from emulator.fabric_shm_connection import ShmConnection
 from emulator.fabric_shm_pages import (
     ARMED,
+    GIVEN,
     IN_SOCKET,
     POSTED,
     POSTED_SIZES,
@@ -164,6 +165,22 @@ def test_rows_that_point_outside_their_memory_are_not_followed(pair: Pair) -> No
         table.quads[WORDS] = word
         table.quads[row + index] = old
     assert b.region.length_bytes == length
+
+
+@pytest.mark.parametrize("kind", [SHARED, GIVEN])
+@pytest.mark.parametrize("rkey", [0, 5])
+def test_rows_beyond_all_memory_are_refused_by_the_kernel(pair: Pair, kind: int, rkey: int) -> None:
+    a = pair.a
+    table = _table(pair.b.connection)
+    first = _ROWS + 9 * _ROW_QUADS
+    for index, value in enumerate(((1 << 64) - 4096, 1 << 63, 7, 0, 0, 0)):
+        table.quads[first + index] = value
+    table.quads[1] = 10  # the high water of the table
+    table.quads[WORDS + 9] = kind | rkey
+    request = RDMA_REQUEST.pack(a.memory.address, (1 << 64) - 4000, 64, a.region.lkey, rkey, 0)
+    a.connection.post_rdma(1, Opcode.RDMA_WRITE, request * 2)
+    assert collect(a.connection, 1)[0].status in (WcStatus.REM_OP_ERR, WcStatus.REM_ACCESS_ERR)
+    table.quads[WORDS + 9] = 0
 
 
 def _write(pair: Pair, offset: int) -> bytes:

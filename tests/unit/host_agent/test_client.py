@@ -321,6 +321,30 @@ def test_an_answer_that_makes_no_sense_costs_the_connection(
 
 
 @pytest.mark.usefixtures("both_ways")
+@pytest.mark.parametrize("regions", [1, 2])
+def test_destinations_in_no_order_are_asked_for_in_order(
+    make_dpu: MakeDpu, make_client: MakeClient, regions: int
+) -> None:
+    dpu = make_dpu(regions=regions)
+    client = make_client(dpu, verify=True)
+    namespace = client.namespace(record())
+    source, target = _filled(client, 40), client.allocate(40 * BLOCK)
+    assert client.store(namespace, KEYS, source.blocks(range(40), BLOCK)).all_ok
+    pages = np.random.default_rng(2).permutation(40)
+    client.delete(namespace, KEYS[5:6])
+    results = client.retrieve(namespace, KEYS, target.blocks(pages, BLOCK))
+    assert np.flatnonzero(results.status == Status.MISS).tolist() == [5]
+    for block, page in enumerate(pages.tolist()):
+        if block != 5:
+            assert target[page * BLOCK : (page + 1) * BLOCK] == source[block * BLOCK : (block + 1) * BLOCK]
+    for region in dpu.regions:
+        for capsule in region.seen:
+            if capsule.op is Op.RETRIEVE:
+                addresses = capsule.entries["address"].tolist()
+                assert addresses == sorted(addresses)
+
+
+@pytest.mark.usefixtures("both_ways")
 def test_corrupt_bytes_are_noticed_when_asked(make_dpu: MakeDpu, make_client: MakeClient) -> None:
     dpu = make_dpu()
     client = make_client(dpu)

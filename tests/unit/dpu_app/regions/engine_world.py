@@ -146,7 +146,7 @@ class World:
                 if self.hold_fabric:
                     self.held.append(posting)
                 else:
-                    self.engine.on_fabric(posting.connection_id, self.perform(*posting[1:]))
+                    self.engine.on_fabric(posting.connection_id, self.perform(*posting[1:5]))
             for connection_id, response in responses:
                 capsule = wire.decode_response(response)
                 key = (connection_id, capsule.request_id)
@@ -165,7 +165,7 @@ class World:
         self.hold_fabric = False
         held, self.held = self.held, []
         for posting in held:
-            self.engine.on_fabric(posting.connection_id, self.perform(*posting[1:]))
+            self.engine.on_fabric(posting.connection_id, self.perform(*posting[1:5]))
         unsent, self.unsent = self.unsent, []
         for connection_id in unsent:
             self.engine.on_sent(connection_id, 1)

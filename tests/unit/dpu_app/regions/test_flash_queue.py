@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 
 from doca_shims.api import FlashCaps, FlashCompletion, FlashOp, FlashRequest
+from dpu_app.regions import flash_queue
 from dpu_app.regions.flash_queue import FlashJob, FlashQueue, Priority
 
 BLOCK = 4096
@@ -95,3 +96,22 @@ def test_a_job_is_taken_out_without_looking_at_others() -> None:
     assert queue.withdraw(jobs[400]) is False  # it has started: the promoted go first
     queue.complete([FlashCompletion(request.tag, BLOCK) for request in requests])
     assert told == [0] * 4
+
+
+def test_completions_of_many_bytes_are_told_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash_queue, "TOLD_READ_MAX", 3 * BLOCK)
+    queue = FlashQueue(FlashCaps(1 << 30, 512, 1 << 20, 64, True, "test"))
+    told: list[int] = []
+    for number in range(10):
+        queue.add(FlashJob(FlashOp.READ, Priority.DEMAND, 0, 0, BLOCK, lambda _, number=number: told.append(number)))  # type: ignore[misc]
+    requests = queue.pump()
+    parts = []
+    queue.complete([FlashCompletion(request.tag, BLOCK) for request in requests])
+    parts.append(len(told))
+    while queue.behind:
+        assert not queue.idle
+        queue.complete([])
+        parts.append(len(told))
+    assert parts == [3, 6, 9, 10]
+    assert told == list(range(10))
+    assert queue.idle

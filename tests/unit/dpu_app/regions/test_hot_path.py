@@ -58,7 +58,7 @@ class Recorded(World):
                 if self.hold_fabric:
                     self.held.append(posting)
                 else:
-                    self.engine.on_fabric(posting.connection_id, self.perform(*posting[1:]))
+                    self.engine.on_fabric(posting.connection_id, self.perform(*posting[1:5]))
             for connection_id, response in responses:
                 lease = response[3] == Op.LEASE  # names addresses and keys
                 answer = wire.decode_response(response).entries["status"].tolist() if lease else response

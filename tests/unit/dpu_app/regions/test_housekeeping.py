@@ -9,7 +9,7 @@ import pytest
 
 from common.status import Status
 from common.wire import Flags, Op, StatId
-from dpu_app.regions import batch, catalogue, leases
+from dpu_app.regions import batch, catalogue, flash_queue, leases
 from dpu_app.regions.context import EngineSettings
 from dpu_app.regions.index import TAKE_BACK_MAX, SlotIndex
 from dpu_app.regions.namespace_use import NamespaceUse
@@ -143,3 +143,22 @@ def test_a_late_prefetch_asks_once_what_flash_has_begun() -> None:
         world.settle()
         assert set(statuses(world.answer(late))) == {Status.LATE}
     assert work[1] < 6 * work[0]  # not sixteen times
+
+
+def test_blocks_that_flash_gave_at_once_are_checked_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash_queue, "TOLD_READ_MAX", 2 * SLOT_BYTES)
+    world = World(slots=100, frames=32)
+    keys = [key(i) for i in range(60)]
+    for start in range(0, 60, 20):
+        world.store(keys[start : start + 20])
+        world.settle()
+    request = world.submit(Op.RETRIEVE, world.block_entries(keys[:10], 0))
+    loaded = []
+    while world.flash.in_flight:
+        world.flash_step()
+        loaded.append(world.engine.stats()[StatId.FLASH_READ_BYTES] // SLOT_BYTES)
+    while due(world):
+        world.pass_ms(0)
+        loaded.append(world.engine.stats()[StatId.FLASH_READ_BYTES] // SLOT_BYTES)
+    assert max(np.diff([0, *loaded])) <= 2
+    assert statuses(world.answer(request)) == [Status.OK] * 10

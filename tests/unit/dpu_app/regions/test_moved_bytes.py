@@ -40,7 +40,7 @@ def complete_what_is_held(world: World) -> None:
     """And hold what is posted then."""
     held, world.held = world.held, []
     for posting in held:
-        world.engine.on_fabric(posting.connection_id, world.perform(*posting[1:]))
+        world.engine.on_fabric(posting.connection_id, world.perform(*posting[1:5]))
     unsent, world.unsent = world.unsent, []
     for connection_id in unsent:
         world.engine.on_sent(connection_id, 1)
