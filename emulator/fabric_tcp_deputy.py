@@ -20,7 +20,7 @@ from typing import Protocol
 
 _log = logging.getLogger(__name__)
 
-_TICK_S = 0.005
+_TICK_S = 0.01
 _ATTENTION_S = 0.5
 """So long after its owner's last look a connection is ticked."""
 

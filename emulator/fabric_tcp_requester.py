@@ -29,11 +29,10 @@ from emulator.fabric_core import (
     MAX_RECV_WR,
     MAX_TRANSFER_BYTES,
     Domain,
-    QueuePair,
     Region,
     Timeouts,
 )
-from emulator.fabric_tcp_domain import TcpDomain
+from emulator.fabric_tcp_domain import TcpDomain, TcpQueuePair
 from emulator.fabric_tcp_frame import CODE_OFFSET, HEADER, MAGIC, FrameError, FrameKind, pack_header
 from emulator.fabric_tcp_transmit import Transmitter
 
@@ -86,7 +85,7 @@ class Posted:
         """Why the element behind these never left: it failed here, and so will what follows."""
 
 
-class Requester(QueuePair):
+class Requester(TcpQueuePair):
     """Posted sends from `post_send` to their completion. `TcpConnection` is the rest."""
 
     pd: TcpDomain
@@ -290,6 +289,14 @@ class Requester(QueuePair):
         if not inflight:
             raise FrameError("an answer to nothing")
         in_socket = self._transmitter.sent_bytes
+        oldest = inflight[0]
+        if including and sequence == oldest.first and oldest.slots == 1 and oldest.refusal is None:
+            work = oldest.work
+            if work.opcode != _READ and oldest.ends[0] <= in_socket:  # one message, as most often
+                inflight.popleft()
+                self._complete_send(work.wr_id, work.opcode, work.flags, _SUCCESS)
+                self._after_answer()
+                return
         count = ((sequence - inflight[0].first) & _U32) + including
         while count:
             posted = inflight[0] if inflight else None

@@ -26,6 +26,7 @@ _LOW_WATER_BYTES = 256 << 10
 """So much of a payload wakes whoever sleeps, and no less, as long as that much is missing."""
 _RESPONSES_MAX = 4 * MAX_SEND_WR
 _READY = ConnectionState.READY
+_READ = Opcode.RDMA_READ
 
 
 class Responder(Requester):
@@ -103,7 +104,11 @@ class Responder(Requester):
             self._start += HEADER_BYTES
             if header.posted != self._peer_posted:
                 self._take_credit(header.posted)
-            if header.kind is FrameKind.SEND and self._deliver(header):
+            kind = header.kind
+            if kind is FrameKind.SEND:
+                if self._deliver(header):
+                    continue
+            elif kind is FrameKind.WRITE and self._apply(header):
                 continue
             self._handle(header)
             if self._discarding:
@@ -140,6 +145,21 @@ class Responder(Requester):
         if header.code:
             self._ack = header.sequence
             self._ack_can_wait = True
+        return True
+
+    def _apply(self, header: Header) -> bool:
+        """A WRITE that is whole in the buffer, and allowed; False for all else."""
+        start, length = self._start, header.length
+        if start + length > self._fill or not length or self.state is not _READY:
+            return False
+        found = self._place(header, write=True)
+        if found is None:
+            return False
+        found[0][:] = self._view[start : start + length]
+        self._start = start + length
+        if header.code:
+            self._ack = header.sequence
+            self._ack_can_wait = False
         return True
 
     def _expect(self, header: Header, sinks: list[memoryview], touched: tuple[Region, ...]) -> None:
@@ -255,14 +275,21 @@ class Responder(Requester):
         self._expect(header, [place.view[offset : offset + header.length]], (place.region,))
 
     def _expect_data(self, header: Header) -> None:
-        self._acknowledge(header.sequence, including=False)
-        posted = self._inflight[0]
-        if posted.work.opcode != Opcode.RDMA_READ or sum(map(len, posted.sinks[0])) != header.length:
+        inflight = self._inflight
+        if not inflight or inflight[0].first != header.sequence or inflight[0].work.opcode != _READ:
+            self._acknowledge(header.sequence, including=False)
+        posted = inflight[0]
+        if posted.work.opcode != _READ or posted.ends[0] > self._transmitter.sent_bytes:
             raise FrameError("DATA that was not asked for")
-        if any(region.lkey not in self.pd.places for region in posted.regions):
-            self._fail(WcStatus.LOC_PROT_ERR)
-            raise EndOfStreamError
-        self._expect(header, posted.sinks[0], tuple(posted.regions))
+        sinks = posted.sinks[0]
+        if sum(map(len, sinks)) != header.length:
+            raise FrameError("DATA of another length than was asked for")
+        places = self.pd.places
+        for region in posted.regions:
+            if region.lkey not in places:
+                self._fail(WcStatus.LOC_PROT_ERR)
+                raise EndOfStreamError
+        self._expect(header, sinks, tuple(posted.regions))
 
     def _refuse(self, header: Header, status: WcStatus) -> None:
         """Answer with an error, which ends this queue pair too; the stream ends once that is on its way."""

@@ -14,7 +14,17 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from doca_shims.api import RDMA_REQUEST, Completion, ConnectionState, Opcode, QueueLimits, WcStatus
+from doca_shims.api import (
+    RDMA_REQUEST,
+    Completion,
+    ConnectionState,
+    Opcode,
+    QueueLimits,
+    RecvRequest,
+    SendRequest,
+    Sge,
+    WcStatus,
+)
 from doca_shims.contract_harness import ALL_ACCESS, Side, collect, next_request, statuses
 from emulator import fabric_tcp
 from emulator.fabric_tcp_frame import (
@@ -269,6 +279,31 @@ def test_frames_in_any_pieces_are_the_same_frames(rig: _Rig) -> None:
             assert header is not None
             assert header.sequence == 1
             assert sock.recv(length, socket.MSG_WAITALL) == data
+
+
+@pytest.mark.parametrize("kind", [FrameKind.WRITE, FrameKind.SEND, FrameKind.DATA])
+def test_nothing_lands_behind_a_deregistration(rig: _Rig, kind: FrameKind) -> None:
+    """A region is taken back while half of a payload for it is there."""
+    with rig.attacker() as sock:
+        side = rig.side
+        connection = side.connection
+        region = side.pd.register(rig.base, _PAGE_BYTES, ALL_ACCESS)
+        sge = Sge(rig.base, _PAGE_BYTES, region.lkey)
+        if kind is FrameKind.SEND:
+            connection.post_recv([RecvRequest(1, sge)])
+        elif kind is FrameKind.DATA:
+            connection.post_send([SendRequest(1, Opcode.RDMA_READ, (sge,), 4096, 1)])
+            assert _answer(sock) is not None
+        rkey, address = (region.rkey, rig.base) if kind is FrameKind.WRITE else (0, 0)
+        sock.sendall(pack_header(kind, 0, 0, 0, rkey, address, _PAGE_BYTES) + b"\xff" * 2048)
+        while side.memory.view[_PAGE_BYTES + 2047] == 0:
+            connection.poll()
+        region.close()
+        with suppress(OSError):
+            sock.sendall(b"\xff" * 2048)
+        rig.await_error()
+        connection.poll()
+        assert not any(side.memory.view[_PAGE_BYTES + 2048 :])
 
 
 def test_nothing_behind_a_refusal_is_taken_for_a_frame(rig: _Rig, caplog: pytest.LogCaptureFixture) -> None:
