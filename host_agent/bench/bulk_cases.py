@@ -60,12 +60,17 @@ class FreshBlocks:
         sample, _ok = target.time_calls(call, self.keys, target.source, self.size, batch, self.at)
         return sample
 
+    def settle(self) -> None:
+        """Wait until those that are stored are on flash."""
+        if self._stored:
+            self.target.settle(self.keys)
+
     def require_staged(self) -> list[str]:
         """Have them in the windows and nothing on its way to flash. What is not so, in words."""
         if not self._stored:
             self.target.store(self.keys, self.size)
             self._stored = True
-        self.target.settle(self.keys)
+        self.settle()
         if (self.target.states(self.keys) == BlockState.FLASH).any():
             return ["the windows do not hold all blocks of a round: some came from flash"]
         return []
@@ -76,8 +81,11 @@ class FreshBlocks:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._stored:
-            self.target.delete(self.keys)
+        if not self._stored:
+            return
+        if error is None:
+            self.settle()
+        self.target.delete(self.keys)
 
 
 def store_staged(blocks: FreshBlocks, batch: int) -> Sample:
@@ -85,7 +93,8 @@ def store_staged(blocks: FreshBlocks, batch: int) -> Sample:
 
 
 def store_flash(blocks: FreshBlocks, batch: int) -> Sample:
-    """Blocks of its own: those of `blocks` are there already."""
+    """Blocks of its own: those of `blocks` are there already, and flushed before it begins."""
+    blocks.settle()
     with FreshBlocks(blocks.target, blocks.size, len(blocks.keys), blocks.verify) as own:
         return own.store(batch, until_flash=True)
 

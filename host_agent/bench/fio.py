@@ -13,6 +13,7 @@ from typing import Final
 
 from common.errors import LowerLayerError
 
+FIRST_WRITE: Final = "first_write"
 _TIMEOUT_S: Final = 60.0
 
 
@@ -29,29 +30,29 @@ def version() -> str:
 
 
 def command(way: str, file: Path, length_bytes: int, block_bytes: int, depth: int, seconds: float) -> list[str]:
-    """`way`: "read", or "write" over what is there already."""
+    """`way`: "read"; "write" over what is there already; "first_write", at most once to each place."""
+    first = way == FIRST_WRITE
     return [
         "fio",
         "--output-format=json",
         f"--name={way}",
-        f"--rw=rand{way}",
+        f"--rw=rand{_counted(way)}",
         f"--filename={file}",
         f"--size={length_bytes}",
         f"--bs={block_bytes}",
         f"--iodepth={depth}",
         "--ioengine=io_uring",
         "--direct=1",
-        "--overwrite=1",
         "--allow_file_create=0",
         "--randrepeat=0",
-        "--time_based",
         f"--runtime={int(seconds * 1000)}ms",
+        *(("--overwrite=0", "--fallocate=none") if first else ("--overwrite=1", "--time_based")),
     ]
 
 
 def rate(way: str, file: Path, length_bytes: int, block_bytes: int, depth: int, seconds: float) -> float:
-    """Bytes a second that were moved in `seconds`, with `depth` transfers under way at any time. `way`: "read" or
-    "write". Raises LowerLayerError, with fio's words."""
+    """Bytes a second that were moved in `seconds`, with `depth` transfers under way at any time. `way` as `command`
+    has it. Raises LowerLayerError, with fio's words."""
     arguments = command(way, file, length_bytes, block_bytes, depth, seconds)
     try:
         done = subprocess.run(arguments, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
@@ -67,9 +68,14 @@ def rate(way: str, file: Path, length_bytes: int, block_bytes: int, depth: int, 
 def parse(output: str, way: str) -> float:
     """Bytes a second, from fio's JSON. Raises LowerLayerError for anything else, or where nothing was moved."""
     try:
-        found = float(json.loads(output[output.index("{") :])["jobs"][0][way]["bw_bytes"])
+        found = float(json.loads(output[output.index("{") :])["jobs"][0][_counted(way)]["bw_bytes"])
     except (ValueError, KeyError, IndexError, TypeError) as error:
         raise LowerLayerError("fio", 0, f"its output is not understood: {error!r}") from error
     if found <= 0:
         raise LowerLayerError("fio", 0, "it moved nothing")
     return found
+
+
+def _counted(way: str) -> str:
+    """As fio calls it."""
+    return "write" if way == FIRST_WRITE else way

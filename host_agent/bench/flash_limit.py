@@ -1,15 +1,16 @@
 """What a directory's disk can do at best: O_DIRECT at random places, so many at a time, past the page cache.
 
-Owns one file without a name, which goes with it, really written first. Measured by fio where that is installed, else
+Owns a file without a name, which goes with it, really written first. Measured by fio where that is installed, else
 by preadv and pwritev in threads, and says which. Knows nothing of regions.
 """
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from time import perf_counter
@@ -32,10 +33,8 @@ class FlashLimit:
         self._length_bytes = length_bytes
         self._seconds = seconds
         self._random = random.Random(1)
-        try:
-            self._file = os.open(directory, os.O_RDWR | os.O_TMPFILE | os.O_DIRECT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise LowerLayerError("open with O_TMPFILE and O_DIRECT", error.errno or 0, str(directory)) from error
+        self._directory = directory
+        self._file = self._open()
         self._pool = ThreadPoolExecutor(_THREADS_MAX, "flash-limit")
         try:
             with mmap.mmap(-1, _CHUNK_BYTES) as chunk:
@@ -51,11 +50,23 @@ class FlashLimit:
 
     def rate(self, way: str, block_bytes: int, batch: int, calls: int) -> float:
         """Bytes a second with `batch` transfers of `block_bytes` under way: by fio all the time; by threads in `calls`
-        batches, one after the other. `way`: "read" or "write"."""
+        batches, one after the other. `way`: "read"; "write" over what is there; "first_write" to places that hold
+        nothing, as slots do that are new or discarded: the file is emptied first."""
+        if way == fio.FIRST_WRITE:
+            with self._opened() as empty:
+                os.ftruncate(empty, self._length_bytes)
+                return self._rate(empty, way, block_bytes, batch, calls)
+        return self._rate(self._file, way, block_bytes, batch, calls)
+
+    def _rate(self, file: int, way: str, block_bytes: int, batch: int, calls: int) -> float:
         if self._by_fio:
-            return fio.rate(way, self._path, self._length_bytes, block_bytes, batch, self._seconds)
-        transfer = self._read if way == "read" else self._write
-        return block_bytes * batch * calls / self._threads_s(transfer, block_bytes, batch, calls)
+            return fio.rate(way, _path(file), self._length_bytes, block_bytes, batch, self._seconds)
+        transfer = os.preadv if way == "read" else os.pwritev
+
+        def move(part: memoryview, offset: int) -> int:
+            return transfer(file, [part], offset)
+
+        return block_bytes * batch * calls / self._threads_s(move, block_bytes, batch, calls)
 
     def close(self) -> None:
         """Idempotent."""
@@ -72,10 +83,21 @@ class FlashLimit:
     ) -> None:
         self.close()
 
-    @property
-    def _path(self) -> Path:
-        """By which another process of this user opens the file that has no name."""
-        return Path(f"/proc/{os.getpid()}/fd/{self._file}")
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[int]:
+        """A file of its own, without a name."""
+        file = self._open()
+        try:
+            yield file
+        finally:
+            os.close(file)
+
+    def _open(self) -> int:
+        try:
+            return os.open(self._directory, os.O_RDWR | os.O_TMPFILE | os.O_DIRECT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            text = str(self._directory)
+            raise LowerLayerError("open with O_TMPFILE and O_DIRECT", error.errno or 0, text) from error
 
     def _choose(self) -> bool:
         """Whether fio is used; sets `method`."""
@@ -84,7 +106,7 @@ class FlashLimit:
         if not version:
             return False
         try:
-            fio.rate("read", self._path, self._length_bytes, _CHUNK_BYTES, 1, 0.01)
+            fio.rate("read", _path(self._file), self._length_bytes, _CHUNK_BYTES, 1, 0.01)
         except LowerLayerError as error:  # where the system refuses io_uring
             self.method = f"{THREADS_NAME}, since {version} cannot: {error}"
             return False
@@ -92,13 +114,13 @@ class FlashLimit:
         return True
 
     def _threads_s(self, transfer: Callable[[memoryview, int], int], block_bytes: int, batch: int, calls: int) -> float:
-        places = self._length_bytes // block_bytes
+        places = self._random.sample(range(self._length_bytes // block_bytes), self._length_bytes // block_bytes)
         with mmap.mmap(-1, block_bytes * batch) as memory:
             view = memoryview(memory)
             parts = [view[at : at + block_bytes] for at in range(0, block_bytes * batch, block_bytes)]
             started = perf_counter()
-            for _call in range(calls):
-                offsets = [self._random.randrange(places) * block_bytes for _ in range(batch)]
+            for call in range(calls):
+                offsets = [places[(call * batch + at) % len(places)] * block_bytes for at in range(batch)]
                 for count in self._pool.map(transfer, parts, offsets):
                     self._whole(count, block_bytes)
             seconds = perf_counter() - started
@@ -106,13 +128,12 @@ class FlashLimit:
                 part.release()
         return seconds
 
-    def _read(self, part: memoryview, offset: int) -> int:
-        return os.preadv(self._file, [part], offset)
-
-    def _write(self, part: memoryview, offset: int) -> int:
-        return os.pwritev(self._file, [part], offset)
-
     @staticmethod
     def _whole(count: int, expected: int) -> None:
         if count != expected:
             raise LowerLayerError("transfer of the flash limit's file", 0, f"{count} of {expected} bytes")
+
+
+def _path(file: int) -> Path:
+    """By which another process of this user opens a file that has no name."""
+    return Path(f"/proc/{os.getpid()}/fd/{file}")

@@ -32,7 +32,7 @@ _TIMES_MAX: Final = 15
 as the pause in which something else has the processor."""
 LIMITS_OF: Final[Mapping[str, tuple[str, ...]]] = {
     "store_staged": ("memmove", "socket_push", "cubic_push"),
-    "store_flash": ("disk_write",),
+    "store_flash": ("disk_write", "disk_first_write"),
     "retrieve_staged": ("memmove", "socket_pull", "cubic_pull"),
     "lease_read": ("memmove", "socket_pull", "cubic_pull"),
     "retrieve_cold": ("disk_read",),
@@ -123,7 +123,7 @@ class Limits:
         }
 
     def read_disk(self, way: str, block_bytes: int, batch: int) -> dict[str, float]:
-        """GB/s; nothing where no directory was given. `way`: "read" or "write"."""
+        """GB/s; nothing where no directory was given. `way`: as `FlashLimit.rate` has it."""
         if self._disk is None:
             return {}
         rate = self._disk.rate(way, block_bytes, batch, self._blocks // batch) / 1e9

@@ -39,9 +39,13 @@ _WORDS: Final = {
     "cubic_push": "cubic",
     "disk_read": "disk",
     "disk_write": "disk",
+    "disk_first_write": "disk, first",
     "ping": "ping",
 }
+_DETAIL: Final = ("cubic", "disk, first", "fio, first")
+"""Limits that a narrow terminal does without."""
 _NOTES: Final = {
+    "store_flash": "of disk or fio: writes over what is there; first: to places that hold nothing yet, as these slots.",
     "lease_read": "One-sided: the leases are taken before the clock starts.",
     "lookup": "Of keys that are all present, given as one array. of ping: round trips that a call takes.",
     "retrieve_small": "of ping: round trips that a call takes.",
@@ -131,14 +135,14 @@ def _operation_table(document: Mapping[str, Any], operation: str) -> Table | Non
     limits = [limit for limit in LIMITS_OF[operation] if any(limit in cell["of"] for cell in cells)]
     words = [_WORDS[limit] for limit in limits]
     if document["limit_methods"]["disk"].startswith("fio"):
-        words = ["fio" if word == "disk" else word for word in words]
+        words = [word.replace("disk", "fio") for word in words]
     unit = cells[0]["unit"]
     facts = list(dict.fromkeys(name for cell in cells for name in cell["facts"]))
     columns = [
         Column("pod", words=True),
         Column("block"),
         Column("batch"),
-        *(Column(f"of {word}", detail=word == "cubic") for word in words),
+        *(Column(f"of {word}", detail=word in _DETAIL) for word in words),
         *(Column(name.replace("_", " ")) for name in facts),
         Column(f"{unit}/s"),
         Column("p50 us"),

@@ -107,9 +107,12 @@ class Bench:
                             for name in operations:
                                 sample = samples.setdefault((target.name, name), Sample())
                                 sample.add(STAGED_CASES[name](blocks, batch))
+                        target.quiesce()
 
                 def read(batch: int = batch) -> Readings:
-                    disk = limits.read_disk("write", size, batch) if "store_flash" in operations else {}
+                    disk: dict[str, float] = {}
+                    for way in ("write", "first_write") if "store_flash" in operations else ():
+                        disk |= limits.read_disk(way, size, batch)
                     return {t.name: {**limits.read_memory(t, size, batch), **disk} for t in self._targets}
 
                 readings = self._in_turn(number, measure, read)

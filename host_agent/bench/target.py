@@ -29,6 +29,7 @@ from host_agent.results import BlockResults, Bools
 
 KEY_BYTES: Final = 16
 _SETTLE_TIMEOUT_S: Final = 60.0
+_QUIESCE_TIMEOUT_S: Final = 2.0
 _SETTLE_POLL_S: Final = 0.01
 _STORE_STEP: Final = 8
 """Few enough that no region refuses them for the frames that wait for flash."""
@@ -99,6 +100,13 @@ class Target:
         while (self.states(keys) == BlockState.STAGED).any():
             if monotonic() > deadline_s:
                 raise UnavailableError(f"blocks were still not on flash after {_SETTLE_TIMEOUT_S:g} s")
+            sleep(_SETTLE_POLL_S)
+
+    def quiesce(self) -> None:
+        """Wait until the regions have discarded what was deleted, so that it does not run into what follows. Goes on
+        after a while where others keep them busy."""
+        deadline_s = monotonic() + _QUIESCE_TIMEOUT_S
+        while self.stat(StatId.SLOTS_IN_TRANSIT) != (0,) and monotonic() < deadline_s:
             sleep(_SETTLE_POLL_S)
 
     def store(self, keys: Sequence[bytes], size: int) -> None:

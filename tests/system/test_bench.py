@@ -90,7 +90,7 @@ def test_everything_is_measured_on_both_fabrics_and_no_block_is_left(place: Plac
     wanted |= {(fabric, f"mixed_{name}", 8) for fabric in FABRICS for name in ("retrieve", "store")}
     assert set(cells) == wanted
     limits = {
-        "store_flash": {"disk_write"},
+        "store_flash": {"disk_write", "disk_first_write"},
         "retrieve_cold": {"disk_read"},
         "lookup": {"ping"},
         "retrieve_small": {"ping"},

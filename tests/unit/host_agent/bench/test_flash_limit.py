@@ -23,7 +23,7 @@ def directory() -> Iterator[Path]:
 
 
 def _rates(limit: FlashLimit) -> list[float]:
-    return [limit.rate(way, size, 4, 3) for way in ("read", "write") for size in (64 << 10, 1 << 20)]
+    return [limit.rate(way, size, 4, 3) for way in ("read", "write", "first_write") for size in (64 << 10, 1 << 20)]
 
 
 def test_without_fio_threads_measure_and_leave_nothing(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,6 +64,12 @@ def test_fio_is_asked_for_the_same_depth_and_no_page_cache() -> None:
     words = fio.command("write", Path("/proc/1/fd/3"), LENGTH, 4096, 16, 0.5)
     assert {"--direct=1", "--ioengine=io_uring", "--iodepth=16", "--bs=4096", "--runtime=500ms"} <= set(words)
     assert {"--rw=randwrite", "--overwrite=1", "--allow_file_create=0"} <= set(words)
+
+
+def test_a_first_write_goes_to_each_place_once() -> None:
+    words = fio.command("first_write", Path("/proc/1/fd/3"), LENGTH, 4096, 16, 0.5)
+    assert {"--rw=randwrite", "--overwrite=0", "--fallocate=none", "--allow_file_create=0"} <= set(words)
+    assert "--time_based" not in words
 
 
 def test_what_fio_printed() -> None:
