@@ -53,8 +53,8 @@ def _peer(name: str, client: str, unix: bool, settings: str) -> Peer:
 
 
 _OFFICIAL: Final = (
-    "redis-py with hiredis, socket_read_size 1 MiB, socket_timeout None: a pipeline of SET (MSET is slower), pipelines of "
-    "GET for 1 MiB at a time and a copy into place, a pipeline of EXISTS"
+    "redis-py with hiredis, socket_read_size 1 MiB, socket_timeout None: a pipeline of SET (MSET is slower), "
+    "pipelines of GET for 1 MiB at a time and a copy into place, a pipeline of EXISTS"
 )
 _RAW: Final = (
     "own client: a batch of SET or EXISTS in one write; GET for 1 MiB at a time, the next asked for before this one is "
