@@ -10,6 +10,7 @@ from emulator.peers.catalogue import ENTRESOL_SHM, ENTRESOL_TCP, LOOKUP, SAME_HO
 from emulator.peers.turns import Turn
 
 FAMILY: Final = Family("redis", requirements=("numpy", "redis==8.1.0", "hiredis==3.5.0"), debian=("redis-server",))
+_WINDOW_BYTES: Final = 1 << 20
 _SERVER: Final = "redis-server --save '' --appendonly no (not persisted), io-threads 1"
 
 
@@ -32,7 +33,8 @@ def start_server(turn: Turn) -> Server:
 def _start(client: str, unix: bool) -> Callable[[Turn, Sizes], dict[str, Any]]:
     def start(turn: Turn, _sizes: Sizes) -> dict[str, Any]:
         server = start_server(turn)
-        return {"client": client, **({"unix": str(server.path)} if unix else {"port": server.port})}
+        settings = {"client": client, "huge": True, "window_bytes": _WINDOW_BYTES}
+        return {**settings, **({"unix": str(server.path)} if unix else {"port": server.port})}
 
     return start
 
@@ -51,9 +53,13 @@ def _peer(name: str, client: str, unix: bool, settings: str) -> Peer:
 
 
 _OFFICIAL: Final = (
-    "redis-py with hiredis, socket_read_size 1 MiB: a pipeline of SET (MSET is slower), GET and copy, EXISTS"
+    "redis-py with hiredis, socket_read_size 1 MiB, socket_timeout None: a pipeline of SET (MSET is slower), "
+    "pipelines of GET for 1 MiB at a time and a copy into place, a pipeline of EXISTS"
 )
-_RAW: Final = "own client: a batch of SET, GET or EXISTS in one write, values received straight into place"
+_RAW: Final = (
+    "own client: a batch of SET or EXISTS in one write; GET for 1 MiB at a time, the next asked for before this one is "
+    "received, values received straight into place"
+)
 PEERS: Final = (
     _peer("Redis, redis-py, TCP", "redis-py", False, _OFFICIAL),
     _peer("Redis, redis-py, Unix socket", "redis-py", True, _OFFICIAL),

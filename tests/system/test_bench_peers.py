@@ -207,7 +207,10 @@ def test_an_environment_that_cannot_be_made_is_the_error_of_its_peers(settings: 
 
 @pytest.mark.skipif(shutil.which("redis-server") is None, reason="redis-server is not installed")
 @pytest.mark.parametrize("name", ["Redis, raw pipeline, TCP", "Redis, raw pipeline, Unix socket"])
-def test_redis_by_the_raw_client(run_peers: Callable[..., tuple[Peers, list[str]]], name: str) -> None:
+def test_redis_by_the_raw_client(
+    run_peers: Callable[..., tuple[Peers, list[str]]], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis, "_WINDOW_BYTES", 3 * SIZE)  # a batch of 4 is asked for in two parts
     (peer,) = (peer for peer in redis.PEERS if peer.name == name)
     run, _ = run_peers(dataclasses.replace(peer, family=HERE), rounds=1)
     (outcome,) = run.outcomes

@@ -1,7 +1,8 @@
-"""Redis: redis-py with hiredis (a pipeline of SET, GET or EXISTS), and a raw pipelined client over one socket.
+"""Redis: redis-py with hiredis (pipelines of SET, GET or EXISTS), and a raw pipelined client over one socket.
 
-The raw client sends a batch's commands with one gather of the caller's memory and receives every value straight into
-its destination with one scatter: what the protocol allows at best.
+Values are asked for `window_bytes` at a time: the server copies all values that were asked for before it sends them, so
+that a deeper pipeline is slower. The raw client sends a batch's commands with one gather of the caller's memory and
+receives every value straight into its destination: what the protocol allows at best.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ class RedisPy:
     def __init__(self, options: dict[str, Any]) -> None:
         import redis
 
+        self._window_bytes = options["window_bytes"]
         where = {"unix_socket_path": options["unix"]} if "unix" in options else {"port": options["port"]}
-        self._redis = redis.Redis(**where, socket_read_size=_READ_BYTES)
+        self._redis = redis.Redis(**where, socket_read_size=_READ_BYTES, socket_timeout=None)
         self._redis.ping()
         self._version = redis.__version__
 
@@ -52,14 +54,16 @@ class RedisPy:
 
     def retrieve(self, keys: list[bytes], first: int) -> int:
         size, at, done = self._bytes, first * self._bytes, 0
-        pipeline = self._redis.pipeline(transaction=False)
-        for key in keys:
-            pipeline.get(key)
-        for value in pipeline.execute():
-            if value is not None:
-                self._to[at : at + size] = value
-                done += 1
-            at += size
+        step = max(1, self._window_bytes // size)
+        for start in range(0, len(keys), step):
+            pipeline = self._redis.pipeline(transaction=False)
+            for key in keys[start : start + step]:
+                pipeline.get(key)
+            for value in pipeline.execute():
+                if value is not None:
+                    self._to[at : at + size] = value
+                    done += 1
+                at += size
         return done
 
     def lookup(self, keys: list[bytes]) -> int:
@@ -79,6 +83,7 @@ class Raw:
     """RESP over one blocking socket."""
 
     def __init__(self, options: dict[str, Any]) -> None:
+        self._window_bytes = options["window_bytes"]
         if "unix" in options:
             self._socket = socket.socket(socket.AF_UNIX)
             self._socket.connect(options["unix"])
@@ -121,8 +126,20 @@ class Raw:
         return len(keys)
 
     def retrieve(self, keys: list[bytes], first: int) -> int:
-        size = self._bytes
+        step = max(1, self._window_bytes // self._bytes)
+        parts = [keys[start : start + step] for start in range(0, len(keys), step)]
+        self._ask(parts[0])
+        for number, part in enumerate(parts):
+            if number + 1 < len(parts):
+                self._ask(parts[number + 1])
+            self._receive_values(part, first + number * step)
+        return len(keys)
+
+    def _ask(self, keys: list[bytes]) -> None:
         self._socket.sendall(b"".join([b"*2\r\n$3\r\nGET\r\n$%d\r\n%s\r\n" % (len(key), key) for key in keys]))
+
+    def _receive_values(self, keys: list[bytes], first: int) -> None:
+        size = self._bytes
         header, between = self._value_header, b"\r\n" + self._value_header
         frames = [memoryview(bytearray(len(header)))]
         frames += [memoryview(bytearray(len(between))) for _ in keys[1:]]
@@ -133,7 +150,6 @@ class Raw:
         self._receive([*views, end])
         if frames[0] != header or any(frame != between for frame in frames[1:]) or bytes(end) != b"\r\n":
             raise RuntimeError(f"GET was answered {bytes(frames[0])!r} and so on: a key was absent")
-        return len(keys)
 
     def lookup(self, keys: list[bytes]) -> int:
         head = _EXISTS % len(keys[0])
