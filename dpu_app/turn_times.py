@@ -90,7 +90,7 @@ class TurnTimes:
         self._spent = _NOTHING.copy()
         self._total = _NOTHING.copy()
         self._longest: list[tuple[int, int, int, list[int]]] = []
-        """A heap of (duration, when it ended, waited for a processor, by cause)."""
+        """A heap of (duration less the wait for a processor, when it ended, that wait, by cause)."""
         self._began = self._marked = clock_ns()
         self._gc_began = 0
         self._gc_ns = 0
@@ -164,7 +164,7 @@ class TurnTimes:
         waited = self._waited(duration) if duration >= LOOK_NS else 0
         self._own[bisect_left(BOUNDS_NS, duration - waited)] += 1
         if duration >= LOOK_NS:
-            item = (duration, now, waited, self._spent.copy())
+            item = (duration - waited, now, waited, self._spent.copy())
             if len(self._longest) < LONGEST_MAX:
                 heapq.heappush(self._longest, item)
             else:
@@ -199,17 +199,17 @@ class TurnTimes:
 
     def report(self) -> dict[str, Any]:
         """Plain values: `bounds_ns`; counts by bucket of `turns`, of `own` (turns less the wait for a processor), and
-        of `parts` by cause, of turns of SPLIT_NS and more; `total_ns` by cause; the `longest` turns, the longest first,
-        with how long ago each ended."""
+        of `parts` by cause, of turns of SPLIT_NS and more; `total_ns` by cause; the turns that were `longest` by the
+        worker's own doing, the longest first, with how long ago each ended."""
         now = self._clock_ns()
         longest = [
             {
-                "duration_ns": duration,
+                "duration_ns": own + waited,
                 "waited_ns": waited,
                 "ago_ns": now - ended,
                 "parts_ns": {cause.name.lower(): spent[cause] for cause in _CAUSES if spent[cause]},
             }
-            for duration, ended, waited, spent in sorted(self._longest, reverse=True)
+            for own, ended, waited, spent in sorted(self._longest, reverse=True)
         ]
         return {
             "bounds_ns": list(BOUNDS_NS),

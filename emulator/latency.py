@@ -128,13 +128,14 @@ def combined(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Of the rounds of one phase: quantiles over all their requests, sums of all counts, the longest pauses of all;
     and how the rounds differed."""
     requests = [measured["requests"] for measured in rounds]
-    latencies = {
-        name: [ns for answers in requests for ns in answers["latencies_ns"][name]]
-        for name in requests[0]["latencies_ns"]
-    }
+    latencies, calls = (
+        {name: digest([ns for answers in requests for ns in answers[key][name]]) for name in requests[0][key]}
+        for key in ("latencies_ns", "calls_ns")
+    )
     pauses = [measured["pauses"] for measured in rounds]
     return {
-        "latencies": {name: digest(values) for name, values in latencies.items()},
+        "latencies": latencies,
+        "calls": calls,
         "by_round": [{name: _middle(values) for name, values in each["latencies_ns"].items()} for each in requests],
         "late": digest([ns for answers in requests for ns in answers["late_ns"]]),
         "others": dict(sum((Counter(answers["others"]) for answers in requests), Counter())),
@@ -164,7 +165,8 @@ def _sums(rows: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _length(pause: dict[str, Any]) -> int:
-    return int(pause["duration_ns"])
+    """By the worker's own doing."""
+    return int(pause["duration_ns"]) - int(pause["waited_ns"])
 
 
 class _Child:

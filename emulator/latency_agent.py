@@ -78,6 +78,8 @@ class Timetable:
         self._sleep = sleep
         self._due_ns = clock_ns()
         self._free_ns = self._due_ns
+        self.sent_ns = self._due_ns
+        """When the last request was sent in fact."""
         self.late_ns: list[int] = []
         """Of requests that had nothing to wait for: not the pod's doing, and not in `latencies_ns`."""
 
@@ -89,6 +91,7 @@ class Timetable:
             self._sleep((self._due_ns - _SPIN_NS - now) / 1e9)
         while (now := self._clock_ns()) < self._due_ns:
             pass
+        self.sent_ns = now
         if self._free_ns > self._due_ns:
             return self._due_ns
         self.late_ns.append(now - self._due_ns)
@@ -121,9 +124,11 @@ class Probe:
         self._client.pin(self._namespace, self._keys, ttl_s=_PIN_S)
 
     def run(self, requests: int, rate_per_s: float) -> dict[str, Any]:
-        """`latencies_ns` by operation, `late_ns` of the probe itself, and how many answers were others than OK."""
+        """`latencies_ns` by operation, `calls_ns` from when each was sent in fact, `late_ns` of the probe itself, and
+        how many answers were others than OK."""
         timetable = Timetable(rate_per_s, time.perf_counter_ns, time.sleep)
         latencies: dict[str, list[int]] = {"RETRIEVE": [], "LOOKUP": []}
+        calls: dict[str, list[int]] = {"RETRIEVE": [], "LOOKUP": []}
         others: Counter[str] = Counter()
         wrong = 0
         for number in range(requests):
@@ -137,13 +142,21 @@ class Probe:
             else:
                 found = self._client.lookup(self._namespace, [key]).prefix_blocks
                 status = Status.OK if found == 1 else Status.MISS
-            took = timetable.answered() - began
-            latencies["RETRIEVE" if retrieves else "LOOKUP"].append(took)
+            ended = timetable.answered()
+            operation = "RETRIEVE" if retrieves else "LOOKUP"
+            latencies[operation].append(ended - began)
+            calls[operation].append(ended - timetable.sent_ns)
             if status != Status.OK:
                 others[Status(status).name] += 1
             elif retrieves and self._pattern.first_mismatch(key, self._memory.view) is not None:
                 wrong += 1
-        return {"latencies_ns": latencies, "late_ns": timetable.late_ns, "others": dict(others), "wrong": wrong}
+        return {
+            "latencies_ns": latencies,
+            "calls_ns": calls,
+            "late_ns": timetable.late_ns,
+            "others": dict(others),
+            "wrong": wrong,
+        }
 
 
 class Storer:

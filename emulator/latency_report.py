@@ -30,13 +30,15 @@ def tables(report: Mapping[str, Any]) -> list[Table]:
 
 def _requests(phases: Mapping[str, Any]) -> Table:
     columns = [Column("phase", words=True), Column("request", words=True), Column("requests")]
-    columns += [Column(name) for name in (*_SHOWN, "max", "> 10 ms")]
+    columns += [Column(name) for name in (*_SHOWN, "max", "> 10 ms", "call: p50", "call: p99")]
     table = Table("Latency of one-block requests (4 KiB, staged)", columns)
     for phase, measured in phases.items():
         for name, latency in measured["latencies"].items():
             slow = longer(report_bounds(measured), latency.get("counts", []), GOAL_NS)
             times = (duration(round(latency.get(f"{quantile}_ns", 0))) for quantile in _SHOWN)
-            table.add(phase, name, str(latency["count"]), *times, duration(latency.get("max_ns", 0)), str(slow))
+            calls = (duration(round(measured["calls"][name].get(f"{quantile}_ns", 0))) for quantile in ("p50", "p99"))
+            longest = duration(latency.get("max_ns", 0))
+            table.add(phase, name, str(latency["count"]), *times, longest, str(slow), *calls)
         rounds = "; ".join(
             ", ".join(
                 f"{name} {duration(round(of['p50_ns']))} / {duration(round(of['p99_ns']))}" for name, of in each.items()
@@ -44,6 +46,12 @@ def _requests(phases: Mapping[str, Any]) -> Table:
             for each in measured["by_round"]
         )
         table.notes.append(f"{phase}, p50 / p99 by round: {rounds}.")
+        if measured is list(phases.values())[-1]:
+            table.notes.append(
+                "Latency counts from when a request was due, so that a pause counts for every request that fell into "
+                "it; the call from when it was sent. Where the first is far above the second, requests came faster "
+                "than the pod, or this machine, served them one by one."
+            )
         if measured["others"] or measured["wrong"]:
             table.notes.append(f"{phase}: answers other than OK {measured['others']}, wrong bytes {measured['wrong']}.")
         for stores in measured["stores"]:
@@ -96,7 +104,7 @@ def _longest(phases: Mapping[str, Any]) -> Table:
         Column("without a processor"),
         Column("spent on", words=True),
     ]
-    table = Table("The longest turns", columns)
+    table = Table("The turns that were longest by the worker's own doing", columns)
     for phase, measured in phases.items():
         for pause in measured["pauses"]["longest"][:_LONGEST_SHOWN]:
             parts = sorted(pause["parts_ns"].items(), key=lambda part: -part[1])

@@ -34,9 +34,11 @@ DISCARD_BATCH = 64
 FEW_USES = 16
 """Up to so many are counted one by one: numpy's fixed cost is about theirs."""
 SWEEP_SLOTS = 1 << 18
-"""Slots looked at for expiry per tick, in a quarter of a millisecond."""
+"""Slots looked at for expiry per tick, in a tenth or two of a millisecond."""
 EXPIRE_MAX = 128
 """Expired blocks cleared away per tick, each in some ten microseconds: nobody sees them, so they can wait."""
+ORDER_STEP = 4096
+"""Slots that leave the eviction order in one call of `order_restored`, in two milliseconds."""
 NS_PER_S = 1_000_000_000
 
 
@@ -176,11 +178,12 @@ class Catalogue:
         self._policy.on_hit_one(slot)
 
     def order_restored(self) -> None:
-        """`OpenRegion.restore_order` is through."""
-        self.ordered = True
-        for slot in self._left_unordered:
-            self._policy.on_remove(slot)
-        self._left_unordered.clear()
+        """`OpenRegion.restore_order` is through. What has left meanwhile leaves the order now: a part at a time, call
+        after call, until `ordered`."""
+        left = self._left_unordered
+        for _ in range(min(ORDER_STEP, len(left))):
+            self._policy.on_remove(left.pop())
+        self.ordered = not left
 
     def begin_batch(self) -> None:
         """The calls of `allocate` from here on are those of one turn: their search for victims is bounded together."""

@@ -81,6 +81,8 @@ class RegionEngine:
         self._keys = KeyOperations(self._context)
         self._sessions: dict[int, Session] = {}
         self._deadlines = Deadlines()
+        self._ordering = False
+        """The eviction order is restored, but for the blocks that have left meanwhile."""
         self._next_tick_ns = clock.monotonic_ns() + TICK_NS
         self.outbox = Outbox()
         stats.set(StatId.RECOVERED, region.recovered)
@@ -231,14 +233,21 @@ class RegionEngine:
         self.pump()
 
     def order_restored(self) -> None:
-        """`OpenRegion.restore_order` is through: stores are taken from now on."""
-        self._context.catalogue.order_restored()
+        """`OpenRegion.restore_order` is through: stores are taken from now on, or after a few ticks where many blocks
+        have gone meanwhile."""
+        catalogue = self._context.catalogue
+        catalogue.order_restored()
+        self._ordering = not catalogue.ordered
 
     def tick(self) -> None:
         """Time has passed: deadlines, leases, housekeeping."""
         now_ns = self._context.clock.monotonic_ns()
         if self._context.queue.behind:
             self.on_flash(())
+        if self._store_path.behind:
+            self._store_path.go_on()
+        if self._ordering:
+            self.order_restored()
         for batch in self._deadlines.expired(now_ns):
             self._expire(batch)
         self._leases.expire(now_ns)
@@ -249,7 +258,8 @@ class RegionEngine:
 
     def next_wakeup_ns(self) -> int:
         """Monotonic time at which `tick` is due."""
-        due_ns = 0 if self._context.queue.behind else self._next_tick_ns
+        behind = self._ordering or self._context.queue.behind or self._store_path.behind
+        due_ns = 0 if behind else self._next_tick_ns
         deadline_ns = self._deadlines.next_ns()
         if deadline_ns is not None and deadline_ns < due_ns:
             due_ns = deadline_ns

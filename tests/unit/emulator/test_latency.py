@@ -46,6 +46,7 @@ def test_a_pause_counts_for_every_request_that_fell_into_it() -> None:
     took = [ask(timetable, clock, takes_ns) // US for takes_ns in (50 * US, 5_000 * US, *[50 * US] * 5)]
     assert took == [50, 5000, 4050, 3100, 2150, 1200, 250]
     assert ask(timetable, clock, 50 * US) // US == 50
+    assert clock.now_ns - timetable.sent_ns < 51 * US  # nor is the call itself longer for what was before it
 
 
 def test_being_late_oneself_is_no_latency() -> None:
@@ -93,6 +94,7 @@ def phase(latency_ns: int, own_slow: int) -> dict[str, Any]:
     return {
         "requests": {
             "latencies_ns": {"RETRIEVE": [latency_ns] * 5, "LOOKUP": [latency_ns] * 4},
+            "calls_ns": {"RETRIEVE": [50 * US] * 5, "LOOKUP": [40 * US] * 4},
             "late_ns": [7],
             "others": {"MISS": 1},
             "wrong": 0,
@@ -125,6 +127,7 @@ def test_rounds_of_a_phase_are_one_sample() -> None:
     assert idle["latencies"]["RETRIEVE"]["count"] == 10
     assert idle["latencies"]["RETRIEVE"]["max_ns"] == 300 * US
     assert [each["LOOKUP"]["p50_ns"] for each in idle["by_round"]] == [100 * US, 300 * US]
+    assert idle["calls"]["LOOKUP"]["max_ns"] == 40 * US
     assert idle["others"] == {"MISS": 2}
     assert idle["counters"] == {"EVICTIONS": 8}
     assert idle["watch"]["count"] == 4

@@ -162,3 +162,32 @@ def test_blocks_that_flash_gave_at_once_are_checked_a_part_at_a_time(monkeypatch
         loaded.append(world.engine.stats()[StatId.FLASH_READ_BYTES] // SLOT_BYTES)
     assert max(np.diff([0, *loaded])) <= 2
     assert statuses(world.answer(request)) == [Status.OK] * 10
+
+
+def test_blocks_that_went_while_the_order_was_restored_leave_it_a_part_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(catalogue, "ORDER_STEP", 8)
+    world = World(slots=100, frames=32)
+    keys = [key(i) for i in range(60)]
+    for start in range(0, 60, 20):
+        world.store(keys[start : start + 20])
+        world.settle()
+    world.restart(clean=True, order_later=True)
+    assert world.region.restore_order is not None
+    assert statuses(world.ask(Op.DELETE, world.key_entries(keys[:20]))) == [Status.OK] * 20
+    world.region.restore_order()
+    world.engine.order_restored()
+    early = world.submit(Op.STORE, world.block_entries([key(1000)], SLOT_BYTES))
+    assert statuses(world.answer(early)) == [Status.BUSY]
+    ticks = 0
+    while due(world):
+        world.pass_ms(0)
+        ticks += 1
+    assert ticks == 2
+    names = [key(2000 + i) for i in range(80)]
+    for start in range(0, 80, 16):
+        assert world.store(names[start : start + 16]) == [Status.OK] * 16
+        world.settle()
+    assert world.lookup(names) == [Status.OK] * 80
+    assert world.engine.slots_accounted() == world.slots
