@@ -19,6 +19,7 @@ from typing import Any
 from common.errors import UserError
 from common.wire import CONNECT_DATA
 from doca_shims.api import (
+    RDMA_REQUEST,
     Clock,
     ConnectionRequest,
     Fabric,
@@ -44,6 +45,9 @@ TURNS_PER_LOOK = 16
 """While connections are being polled, the other descriptors are looked at once in so many turns of the loop,"""
 LOOK_NS = 200_000
 """or after so long: a busy agent's turns may take milliseconds, and another one's first request waits for a look."""
+SOON_BYTES = 16 * RDMA_REQUEST.size
+"""Of a posting that is small enough to look in the same turn whether it is through; what follows a larger one takes
+milliseconds, and is left to the next."""
 _LOG = logging.getLogger(__name__)
 
 
@@ -235,7 +239,7 @@ class RegionServer:
         return completing
 
     def _post(self, fabric: list[Posting]) -> set[int] | None:
-        """READs and WRITEs; the connections where some of them will complete."""
+        """READs and WRITEs; the connections where few are, which may be complete already."""
         completing: set[int] | None = None
         for connection_id, wr_id, opcode, requests, flags, moved in fabric:
             peer = self._peers.get(connection_id)
@@ -248,7 +252,7 @@ class RegionServer:
                 continue
             self._moved += moved
             self._unsettled.add(connection_id)
-            if flags:
+            if flags and len(requests) <= SOON_BYTES:
                 completing = completing or set()
                 completing.add(connection_id)
         if self._moved >= TURN_MOVED_MAX:

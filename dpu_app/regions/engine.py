@@ -244,6 +244,8 @@ class RegionEngine:
         now_ns = self._context.clock.monotonic_ns()
         if self._context.queue.behind:
             self.on_flash(())
+        if self._store_path.behind:
+            self._store_path.go_on()
         if self._ordering:
             self.order_restored()
         for batch in self._deadlines.expired(now_ns):
@@ -256,7 +258,8 @@ class RegionEngine:
 
     def next_wakeup_ns(self) -> int:
         """Monotonic time at which `tick` is due."""
-        due_ns = 0 if self._ordering or self._context.queue.behind else self._next_tick_ns
+        behind = self._ordering or self._context.queue.behind or self._store_path.behind
+        due_ns = 0 if behind else self._next_tick_ns
         deadline_ns = self._deadlines.next_ns()
         if deadline_ns is not None and deadline_ns < due_ns:
             due_ns = deadline_ns

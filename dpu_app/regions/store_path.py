@@ -7,6 +7,8 @@ answered meanwhile (deadline, cancel, gone) is discarded: its source may already
 
 from __future__ import annotations
 
+from collections import deque
+
 from xxhash import xxh3_64_intdigest as _xxh3
 
 from common.status import BlockState, Status
@@ -26,6 +28,8 @@ Key = tuple[int, int, int]
 """Namespace id, key_lo, key_hi."""
 
 
+BEGUN_MAX = 128
+"""Blocks of one batch that are given a slot and a frame in one turn, in a millisecond and a half if others must go."""
 _HAS_CHECKSUM = int(EntryFlags.HAS_CHECKSUM)
 
 
@@ -56,11 +60,13 @@ class StorePath:
         self._reserved: dict[str, int] = {}  # tenant that has a quota -> bytes of its incoming values
         self._used: dict[str, int] = {}  # tenant -> bytes of its blocks, while one event is handled
         self._out_of_frames = False
+        self._left: deque[tuple[Batch, list[int]]] = deque()
+        """Entries of batches that are not begun yet."""
         self._dirty_max = max(1, int(context.settings.dirty_fraction * context.window.layout.frames))
 
     @property
     def idle(self) -> bool:
-        return not self._incoming
+        return not self._incoming and not self._left
 
     @property
     def incoming(self) -> int:
@@ -94,9 +100,37 @@ class StorePath:
             else:
                 batch.memory[entry] = pieces
                 absent.append(entry)
-        for entry in absent:  # last: a slot for one of these may be had by evicting a block that an entry above named
+        # Last: a slot for one of these may be had by evicting a block that an entry above named.
+        for entry in absent[:BEGUN_MAX]:
             row = rows[entry]
             self._begin(batch, entry, (handles[row[NAMESPACE]], row[KEY_LO], row[KEY_HI]), started)
+        if len(absent) > BEGUN_MAX:
+            self._left.append((batch, absent[BEGUN_MAX:]))
+        self._read(batch, started)
+        batch.close_if_done()
+
+    @property
+    def behind(self) -> bool:
+        """There are stores to `go_on` with."""
+        return bool(self._left)
+
+    def go_on(self) -> None:
+        """Begin some more of a large batch; of several, each in its turn. What has become of its keys meanwhile is
+        looked up again."""
+        batch, entries = self._left.popleft()
+        if batch.closed:
+            return
+        self._begin_event()
+        if len(entries) > BEGUN_MAX:
+            self._left.append((batch, entries[BEGUN_MAX:]))
+        rows = [batch.rows[entry] for entry in entries[:BEGUN_MAX]]
+        handles = batch.connection.session.handles
+        started: list[Incoming] = []
+        for entry, row, slot in zip(entries, rows, self._context.catalogue.find_each(rows, handles)):
+            if slot >= 0:
+                self._exists(batch, entry, slot)
+            else:
+                self._begin(batch, entry, (handles[row[NAMESPACE]], row[KEY_LO], row[KEY_HI]), started)
         self._read(batch, started)
         batch.close_if_done()
 

@@ -9,17 +9,17 @@ import pytest
 
 from common.wire import Flags, Op
 from dpu_app import garbage
-from dpu_app.garbage import IN_FLIGHT_MAX, GarbageCollection
+from dpu_app.garbage import IN_FLIGHT_MAX, NEW_OBJECTS, TICKS, GarbageCollection
 from tests.unit.dpu_app.regions.engine_world import SLOT_BYTES, World, key
 
 
 @pytest.fixture
 def collection() -> Iterator[GarbageCollection]:
-    before = gc.get_threshold()
     collection = GarbageCollection()
     yield collection
+    assert not gc.isenabled()
     collection.close()
-    assert gc.get_threshold() == before
+    assert gc.isenabled()
 
 
 def serve(world: World) -> None:
@@ -55,45 +55,57 @@ def test_serving_makes_no_cycles() -> None:
         gc.enable()
 
 
-def test_old_objects_are_looked_at_only_while_little_is_under_way(
-    collection: GarbageCollection, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(garbage, "OLD_COLLECTIONS", 1)
-    old = 0
+@pytest.fixture
+def collected() -> Iterator[list[int]]:
+    """Generations that were collected."""
+    generations: list[int] = []
 
-    def collected(phase: str, info: dict[str, int]) -> None:
-        nonlocal old
-        old += phase == "start" and info["generation"] == 2
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            generations.append(info["generation"])
 
-    gc.callbacks.append(collected)
-    try:
-        collection.tick(0)
-        kept: list[list[int]] = []
-        while gc.get_count()[2] < 1:
-            kept.append([len(kept)])
-        assert old == 0  # not by themselves, however many objects come
-        collection.tick(IN_FLIGHT_MAX + 1)
-        assert old == 0
-        collection.tick(IN_FLIGHT_MAX)
-        assert old == 1
-        collection.tick(0)
-        assert old == 1
-    finally:
-        gc.callbacks.remove(collected)
+    gc.callbacks.append(note)
+    yield generations
+    gc.callbacks.remove(note)
 
 
-def test_collections_by_themselves_never_look_at_old_objects(collection: GarbageCollection) -> None:
+def ticks(collection: GarbageCollection, count: int, in_flight: int) -> None:
+    for _ in range(count):
+        collection.tick(in_flight)
+
+
+def test_nothing_is_collected_by_itself(collection: GarbageCollection, collected: list[int]) -> None:
     del collection
-    old = 0
+    collected.clear()
+    kept = [[number] for number in range(100_000)]
+    assert len(kept) == 100_000
+    assert collected == []
 
-    def collected(phase: str, info: dict[str, int]) -> None:
-        nonlocal old
-        old += phase == "start" and info["generation"] == 2
 
-    gc.callbacks.append(collected)
-    try:
-        kept = [[number] for number in range(300_000)]
-        assert len(kept) == 300_000
-        assert old == 0
-    finally:
-        gc.callbacks.remove(collected)
+def test_it_is_collected_once_a_second_while_little_is_under_way(
+    collection: GarbageCollection, collected: list[int]
+) -> None:
+    collected.clear()
+    ticks(collection, 2 * TICKS, IN_FLIGHT_MAX)
+    assert collected == []  # there is nothing new
+    kept = [[number] for number in range(2 * NEW_OBJECTS)]
+    ticks(collection, 3 * TICKS, IN_FLIGHT_MAX + 1)
+    assert collected == []
+    collection.tick(IN_FLIGHT_MAX)
+    assert collected == [2]
+    kept += [[number] for number in range(2 * NEW_OBJECTS)]
+    ticks(collection, TICKS - 1, 0)
+    assert collected == [2]
+    collection.tick(0)
+    assert collected == [2, 2]
+
+
+def test_a_leak_is_collected_whatever_is_under_way(
+    collection: GarbageCollection, collected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(garbage, "LEAK_OBJECTS", 5000)
+    collected.clear()
+    kept = [[number] for number in range(6000)]
+    ticks(collection, TICKS, 1_000_000)
+    assert collected == [2]
+    del kept

@@ -191,7 +191,9 @@ class World:
     def settle(self) -> None:
         """Until nothing moves any more without new input or time."""
         self.carry_out()
-        while self.flash.in_flight:
+        while self.flash.in_flight or self.engine.next_wakeup_ns() == 0:
+            if self.engine.next_wakeup_ns() == 0:
+                self.pass_ms(0)
             self.flash_step()
 
     def pass_ms(self, milliseconds: int) -> None:

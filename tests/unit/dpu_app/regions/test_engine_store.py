@@ -9,7 +9,7 @@ import xxhash
 from common import wire
 from common.status import BlockState, Status
 from common.wire import EntryFlags, Flags, Op, StatId
-from dpu_app.regions import index
+from dpu_app.regions import index, store_path
 from dpu_app.regions.admission import SecondRequest
 from dpu_app.regions.catalogue import Catalogue
 from dpu_app.regions.context import EngineSettings
@@ -354,3 +354,37 @@ def test_a_batch_that_finds_no_victim_does_not_search_for_each_entry(
     monkeypatch.setattr(Catalogue, "blocked", look)
     assert world.store([key(10_000 + i) for i in range(16)]) == [Status.NO_SPACE] * 16
     assert looked <= SCAN_MAX + 16 * SCAN_MIN
+
+
+def test_a_large_batch_is_begun_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What became of its keys meanwhile is looked at again; what ends meanwhile begins no more."""
+    monkeypatch.setattr(store_path, "BEGUN_MAX", 8)
+    world = World(slots=200, frames=64)
+    keys = [key(i) for i in range(20)]
+    for i, name in enumerate(keys):
+        world.client.view[i * SLOT_BYTES : (i + 1) * SLOT_BYTES] = content(name)
+    entries = world.block_entries(keys, SLOT_BYTES)
+    large = world.submit(Op.STORE, entries)
+    assert world.engine.stats()[StatId.SLOTS_USED] == 8
+    assert world.submit(Op.STORE, entries[18:]) == large + 1  # another stores two of those that wait
+    gone = world.submit(Op.STORE, world.block_entries([key(100 + i) for i in range(20)], SLOT_BYTES))
+    world.submit(Op.CANCEL, np.array([(gone,)], wire.CANCEL_ENTRY))
+    assert not world.engine.drained
+    world.settle()
+    assert statuses(world.answer(large)) == [Status.OK] * 18 + [Status.EXISTS] * 2
+    assert statuses(world.answer(large + 1)) == [Status.OK] * 2
+    assert world.retrieve(keys) == [content(name) for name in keys]
+    assert world.lookup([key(100 + i) for i in range(20)]).count(Status.OK) == 8
+    assert world.engine.slots_accounted() == world.slots
+
+
+def test_connections_take_turns_with_large_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_path, "BEGUN_MAX", 4)
+    world = World(slots=200, frames=64)
+    world.engine.open_session(2, "t", {1: b"o" * 16})
+    world.engine.connected(2, 2, window_lkey=6)
+    world.submit(Op.STORE, world.block_entries([key(i) for i in range(40)], SLOT_BYTES))
+    other = world.submit(Op.STORE, world.block_entries([key(i) for i in range(8)], SLOT_BYTES), connection_id=2)
+    for _ in range(3):
+        world.pass_ms(0)
+    assert statuses(world.answer(other, 2)) == [Status.OK] * 8

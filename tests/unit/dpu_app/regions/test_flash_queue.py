@@ -115,3 +115,22 @@ def test_completions_of_many_bytes_are_told_a_part_at_a_time(monkeypatch: pytest
     assert parts == [3, 6, 9, 10]
     assert told == list(range(10))
     assert queue.idle
+
+
+def test_many_small_requests_and_completions_are_handled_a_part_at_a_time() -> None:
+    queue = FlashQueue(FlashCaps(1 << 30, 512, 1 << 20, 256, True, "test"))
+    told: list[int] = []
+    for _ in range(200):
+        queue.add(FlashJob(FlashOp.WRITE, Priority.DATA, 0, 0, BLOCK, told.append))
+    at_device = []
+    for _ in range(4):
+        requests = queue.pump()
+        assert len(requests) <= flash_queue.TOLD_MAX
+        at_device += requests
+    assert len(at_device) == 200
+    queue.complete([FlashCompletion(request.tag, BLOCK) for request in at_device])
+    parts = [len(told)]
+    while queue.behind:
+        queue.complete([])
+        parts.append(len(told))
+    assert parts == [64, 128, 192, 200]

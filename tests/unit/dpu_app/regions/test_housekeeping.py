@@ -178,7 +178,8 @@ def test_blocks_that_went_while_the_order_was_restored_leave_it_a_part_at_a_time
     assert statuses(world.ask(Op.DELETE, world.key_entries(keys[:20]))) == [Status.OK] * 20
     world.region.restore_order()
     world.engine.order_restored()
-    assert world.store([key(1000)]) == [Status.BUSY]
+    early = world.submit(Op.STORE, world.block_entries([key(1000)], SLOT_BYTES))
+    assert statuses(world.answer(early)) == [Status.BUSY]
     ticks = 0
     while due(world):
         world.pass_ms(0)
