@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from rich.console import Console
 
-from common.errors import UserError
 from dpu_app.pause_report import bucket_names, duration, shown
 from host_agent.bench.environment import rows as environment_rows
 from host_agent.bench.plots import Axes, Line, Panel, available, draw
+from host_agent.bench.report_files import head, make_directory, write_files
 from host_agent.bench.tables import Column, Table
 
 GOAL_NS: Final = 10_000_000
@@ -142,32 +141,21 @@ def print_latency(report: Mapping[str, Any], console: Console) -> None:
 
 
 def markdown(report: Mapping[str, Any], pictures: Sequence[str]) -> str:
-    lines = ["# Latency on the emulator", ""]
-    lines += [f"- {name}: {value}" for name, value in environment_rows(report["environment"])]
     settings = ", ".join(f"{name} {value}" for name, value in report["settings"].items())
-    lines += [f"- settings: {settings}", ""]
-    lines += [f"![{name}]({name})" for name in pictures]
-    return "\n".join(lines) + "\n\n" + "\n".join(table.markdown() for table in tables(report))
+    parts = [head("Latency on the emulator", report["environment"], [f"settings: {settings}"])]
+    parts += [f"![{name}]({name})\n" for name in pictures]
+    return "\n".join([*parts, *(table.markdown() for table in tables(report))])
 
 
 def write(report: Mapping[str, Any], out: Path) -> list[Path]:
     """Into the directory `out`, made where there is none: report.json, report.md, and the pictures where matplotlib is
     installed. What was written. Raises UserError."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        pictures = [out / "latency.svg", out / "pauses.svg"] if available() else []
-        if pictures:
-            _draw_latency(report, pictures[0])
-            _draw_pauses(report, pictures[1])
-        texts = {
-            "report.json": json.dumps(report, indent=1) + "\n",
-            "report.md": markdown(report, [path.name for path in pictures]),
-        }
-        for name, text in texts.items():
-            (out / name).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{error.filename or out} cannot be written: {error.strerror}") from error
-    return [*(out / name for name in texts), *pictures]
+    make_directory(out)
+    pictures = [out / "latency.svg", out / "pauses.svg"] if available() else []
+    if pictures:
+        _draw_latency(report, pictures[0])
+        _draw_pauses(report, pictures[1])
+    return [*write_files(out, report, markdown(report, [path.name for path in pictures])), *pictures]
 
 
 def _draw_latency(report: Mapping[str, Any], path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -11,12 +10,12 @@ import click
 from rich.console import Console
 
 from common.config import load_file
-from common.errors import UserError
 from emulator.compare import bench_pod
 from emulator.path_profile import PathSettings, missing_tools, profile_paths, profile_tables
 from emulator.pod import Pod
 from emulator.pod_settings import FABRICS, PodSettings, default_flash_dir, default_run_dir
-from host_agent.bench.environment import read_environment, rows
+from host_agent.bench.environment import read_environment
+from host_agent.bench.report_files import head, write_files
 from host_agent.bench.settings import BenchSettings
 from host_agent.bench.target import Target
 from host_agent.client import Client
@@ -49,15 +48,9 @@ def bench_profile(fabrics: tuple[str, ...], regions: int, quick: bool, flash_dir
         table.print(Console())
     for tool in missing_tools():
         notes.print(f"not installed: {tool}", highlight=False)
-    head = "\n".join(f"- {name}: {value}" for name, value in rows(environment))
-    text = f"# Where the time goes\n\n{head}\n- region workers: {regions}\n\n"
-    text += "\n".join(table.markdown() for table in tables)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "report.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-        (out / "report.md").write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{out}: the report cannot be written: {error.strerror}") from error
+    top = head("Where the time goes", environment, [f"region workers: {regions}"])
+    text = "\n".join([top, *(table.markdown() for table in tables)])
+    write_files(out, document, text)
     notes.print(f"written: {out}/report.md, {out}/report.json", highlight=False)
 
 

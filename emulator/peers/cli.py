@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,12 @@ from typing import Any
 import click
 from rich.console import Console
 
-from common.errors import UserError
 from emulator.peers import everyone, hugepages, report
 from emulator.peers.run import Peers, PeersSettings
 from emulator.pod_settings import default_flash_dir
 from emulator.signals import ended_by_signals
 from host_agent.bench import environment
+from host_agent.bench.report_files import head, write_files
 
 _VENVS = Path(".venv-peers")
 _OUT = Path("bench-report/peers")
@@ -57,7 +56,7 @@ def bench_peers(
             run.install()
         run.run()
     found = report.as_dict(run, began.as_dict(), _plain(settings))
-    _write(out, found)
+    write_files(out, found, _markdown(found))
     console = Console()
     for table in report.tables(found)[:-1]:
         table.print(console)
@@ -77,18 +76,7 @@ def _plain(settings: PeersSettings) -> dict[str, Any]:
     return {name: str(value) if isinstance(value, Path) else value for name, value in vars(settings).items()}
 
 
-def _write(out: Path, found: Mapping[str, Any]) -> None:
-    """Raises UserError."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "report.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        (out / "report.md").write_text(_markdown(found), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{out} cannot be written: {error.strerror}") from error
-
-
 def _markdown(found: Mapping[str, Any]) -> str:
-    head = "".join(f"- {name}: {value}\n" for name, value in environment.rows(found["environment"]))
     text = (
         f"Medians of {found['rounds']} rounds. In each round every peer has one turn: its servers and its client are "
         "started, warmed up untimed, measured, and ended, so that nothing of one peer runs while another is "
@@ -98,6 +86,8 @@ def _markdown(found: Mapping[str, Any]) -> str:
         f"{found['other_work_share']:.0%} of its processors during the run: above a few per cent the ranges are wide, "
         "and a difference within them is none.\n"
     )
-    return f"# Entresol and its peers\n\n{head}\n{text}\n" + "\n".join(
-        table.markdown() for table in report.tables(found)
+    return (
+        head("Entresol and its peers", found["environment"])
+        + f"\n{text}\n"
+        + "\n".join(table.markdown() for table in report.tables(found))
     )

@@ -5,7 +5,6 @@ Measures nothing itself: that is `dpu_app.regions.measure_large`, which any DPU 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -15,12 +14,12 @@ from rich.console import Console
 from common.errors import UserError
 from dpu_app.regions.measure_large import measure_large
 from dpu_app.regions.measure_speed import Effort
-from host_agent.bench import environment
 from host_agent.bench.environment import Environment
+from host_agent.bench.report_files import head, write_files
 from host_agent.bench.tables import Column, Table
 
 TITLE: Final = "A very large region"
-JSON_FILE, TEXT_FILE = "large.json", "large.md"
+STEM: Final = "large"
 QUICK: Final = Effort(2048, 200, 20)
 QUICK_SLOTS: Final = (200_000, 50_000)
 _SENTENCES: Final = (
@@ -60,17 +59,9 @@ def print_large(document: Mapping[str, Any], console: Console) -> None:
 
 def write_large(document: Mapping[str, Any], directory: Path) -> list[Path]:
     """large.json and large.md in `directory`. The files written. Raises UserError."""
-    head = [f"- {name}: {value}" for name, value in environment.rows(document["environment"])]
-    parts = ["\n".join([f"# {TITLE}", "", *head]) + "\n"]
-    parts.append("\n".join(f"- {text}" for text in _SENTENCES) + "\n")
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / JSON_FILE).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-        text = "\n".join([*parts, *(table.markdown() for table in tables(document))])
-        (directory / TEXT_FILE).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{directory}: the report cannot be written: {error.strerror}") from error
-    return [directory / TEXT_FILE, directory / JSON_FILE]
+    parts = [head(TITLE, document["environment"]), "\n".join(f"- {text}" for text in _SENTENCES) + "\n"]
+    text = "\n".join([*parts, *(table.markdown() for table in tables(document))])
+    return write_files(directory, document, text, STEM)
 
 
 def _verdicts(document: Mapping[str, Any]) -> Table:

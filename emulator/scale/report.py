@@ -13,10 +13,11 @@ from common.errors import UserError
 from common.units import format_size
 from emulator.scale.figures import tail_ratio, throughput_kept
 from host_agent.bench import environment
+from host_agent.bench.report_files import head, write_files
 from host_agent.bench.tables import Column, Table
 
 TITLE: Final = "Many region workers, many agents"
-JSON_FILE, TEXT_FILE = "scale.json", "scale.md"
+STEM: Final = "scale"
 
 
 def with_head(result: Mapping[str, Any], read: environment.Environment) -> dict[str, Any]:
@@ -55,19 +56,11 @@ def print_report(document: Mapping[str, Any], console: Console) -> None:
 
 def write_report(document: Mapping[str, Any], directory: Path) -> list[Path]:
     """scale.json and scale.md in `directory`. The files written. Raises UserError."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / JSON_FILE).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-        (directory / TEXT_FILE).write_text(markdown(document), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{directory}: the report cannot be written: {error.strerror}") from error
-    return [directory / TEXT_FILE, directory / JSON_FILE]
+    return write_files(directory, document, markdown(document), STEM)
 
 
 def markdown(document: Mapping[str, Any]) -> str:
-    head = [f"- {name}: {value}" for name, value in environment.rows(document["environment"])]
-    head.append(f"- fabric: {document['fabric']}")
-    parts = ["\n".join([f"# {TITLE}", "", *head]) + "\n"]
+    parts = [head(TITLE, document["environment"], [f"fabric: {document['fabric']}"])]
     parts.append("## What the columns mean\n\n" + "\n".join(f"- {text}" for text in _sentences(document)) + "\n")
     if document["wrong"]:
         parts.append("## Wrong bytes\n\n" + "\n".join(f"- {text}" for text in document["wrong"]) + "\n")

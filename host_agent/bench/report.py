@@ -5,19 +5,18 @@ Used by `entresol-agent bench` and `entresol-emu bench`; what a command adds of 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from rich.console import Console
 
-from common.errors import UserError
 from common.units import format_duration, format_size
 from host_agent.bench import environment, plots
 from host_agent.bench.limits import LIMITS_OF
 from host_agent.bench.measurements import MILLION_KEYS
 from host_agent.bench.pictures import draw_pictures
+from host_agent.bench.report_files import head, make_directory, write_files
 from host_agent.bench.tables import Column, Table
 
 TITLES: Final = {
@@ -51,7 +50,6 @@ _NOTES: Final = {
     "retrieve_small": "of ping: round trips that a call takes.",
     "store_staged": "Processor time is that within the calls: what flushes later is in STORE to flash.",
 }
-MACHINE_FILE, TEXT_FILE = "report.json", "report.md"
 
 
 def report(environment_read: environment.Environment, result: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,20 +75,13 @@ def print_report(document: Mapping[str, Any], console: Console, first: Sequence[
 
 def write_report(document: Mapping[str, Any], directory: Path, title: str, first: Sequence[Table] = ()) -> list[Path]:
     """report.json, report.md and, where matplotlib is, the pictures. The files written. Raises UserError."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        pictures = draw_pictures(document, directory) if plots.available() else []
-        (directory / MACHINE_FILE).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-        (directory / TEXT_FILE).write_text(_markdown(document, title, first, pictures), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{directory}: the report cannot be written: {error.strerror}") from error
-    return [directory / TEXT_FILE, directory / MACHINE_FILE, *pictures]
+    make_directory(directory)
+    pictures = draw_pictures(document, directory) if plots.available() else []
+    return [*write_files(directory, document, _markdown(document, title, first, pictures)), *pictures]
 
 
 def _markdown(document: Mapping[str, Any], title: str, first: Sequence[Table], pictures: Sequence[Path]) -> str:
-    lines = [f"# {title}", ""]
-    lines += [f"- {name}: {value}" for name, value in environment.rows(document["environment"])]
-    parts = ["\n".join(lines) + "\n", *(table.markdown() for table in first)]
+    parts = [head(title, document["environment"]), *(table.markdown() for table in first)]
     parts.append("## What the columns mean\n\n" + "\n".join(f"- {text}" for text in _sentences(document)) + "\n")
     if document["wrong"]:
         parts.append("## Wrong bytes\n\n" + "\n".join(f"- {text}" for text in document["wrong"]) + "\n")
