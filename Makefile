@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 BENCH_STAMP := $(VENV)/.installed-bench
 
 .DEFAULT_GOAL := help
-.PHONY: help apt apt-bench venv lint type test proto proto-check demo bench clean apt-peers bench-peers bench-latency bench-scale bench-large
+.PHONY: help apt apt-bench bench-profile venv lint type test proto proto-check demo bench clean apt-peers bench-peers bench-latency bench-scale bench-large
 
 help: ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -63,9 +63,12 @@ bench-large: $(RUN_STAMP) ## a region of 50 million slots, a report in scale-rep
 bench-latency: $(BENCH_STAMP) ## latency idle and beside stores, and the workers' pauses; options in BENCH, as BENCH=--quick
 	$(BIN)/entresol-emu bench-latency $(BENCH)
 
-apt-bench: ## install fio from Debian's or Ubuntu's packages (as root), for the disk's limit in make bench
+bench-profile: $(BENCH_STAMP) ## where the time of each operation goes, on both sides; options in BENCH
+	$(BIN)/entresol-emu bench-profile $(BENCH)
+
+apt-bench: ## install fio and strace from Debian's or Ubuntu's packages (as root), for make bench and make bench-profile
 	apt-get update -qq
-	DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends fio
+	DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends fio strace
 
 $(BENCH_STAMP): pyproject.toml $(RUN_STAMP)
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[bench]'

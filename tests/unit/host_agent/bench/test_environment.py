@@ -57,6 +57,6 @@ def test_the_file_system_of_a_path() -> None:
     assert file_system_text(Path("/nowhere/at/all")) == ""
 
 
-@pytest.mark.parametrize("path", sorted(REPORTS.glob("*/report.json")), ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("path", sorted(REPORTS.glob("*/*.json")), ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_a_committed_report_says_what_it_was_measured_on(path: Path) -> None:
     assert missing(json.loads(path.read_text(encoding="utf-8"))) == []
