@@ -192,3 +192,18 @@ class Peer:
         for region in self._leases.values():
             region.close()
         self._leases.clear()
+
+
+class PeerLeases:
+    """The engine's LeasePort on the peers' registrations."""
+
+    def __init__(self, peers: dict[int, Peer]) -> None:
+        self._peers = peers
+
+    def grant(self, connection_id: int, address: int, length_bytes: int) -> int:
+        return self._peers[connection_id].grant(address, length_bytes)
+
+    def revoke(self, connection_id: int, rkey: int) -> None:
+        peer = self._peers.get(connection_id)
+        if peer is not None:
+            peer.revoke(rkey)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from common.errors import DeadlineError, UserError
+from common.errors import UserError
 from common.wire import CONNECT_DATA
 from doca_shims.api import (
     RDMA_REQUEST,
@@ -36,8 +36,9 @@ from dpu_app.flash_errors import FlashErrorLog
 from dpu_app.peer import Peer
 from dpu_app.regions.context import TURN_MOVED_MAX, Posting
 from dpu_app.regions.engine import RegionEngine
+from dpu_app.supervisor_calls import Methods, SupervisorCalls
 from dpu_app.turn_times import Cause, Schedule, TurnTimes
-from dpu_app.worker_channel import ChannelClosedError, Message, WorkerEnd
+from dpu_app.worker_channel import Message, WorkerEnd
 
 NS_PER_S = 1_000_000_000
 TURNS_PER_LOOK = 16
@@ -47,8 +48,6 @@ LOOK_NS = 200_000
 SOON_BYTES = 16 * RDMA_REQUEST.size
 """Of a posting that is small enough to look in the same turn whether it is through; what follows a larger one takes
 milliseconds, and is left to the next."""
-STOP_DRAIN_S = 10.0
-"""A stop without a drain before it flushes for at most so long."""
 _LOG = logging.getLogger(__name__)
 
 
@@ -62,21 +61,6 @@ class RegionFacts:
     slots: int
     capacity_bytes: int
     generation: int
-
-
-class PeerLeases:
-    """The engine's LeasePort on the peers' registrations."""
-
-    def __init__(self, peers: dict[int, Peer]) -> None:
-        self._peers = peers
-
-    def grant(self, connection_id: int, address: int, length_bytes: int) -> int:
-        return self._peers[connection_id].grant(address, length_bytes)
-
-    def revoke(self, connection_id: int, rkey: int) -> None:
-        peer = self._peers.get(connection_id)
-        if peer is not None:
-            peer.revoke(rkey)
 
 
 class RegionServer:
@@ -103,7 +87,6 @@ class RegionServer:
         self._flash = flash
         self._flash_errors = FlashErrorLog(facts.name)
         self._window = window
-        self._channel = channel
         self._clock = clock
         self._times = TurnTimes(clock.monotonic_ns, Schedule())
         self._credits = credits
@@ -119,20 +102,17 @@ class RegionServer:
         self._turns_to_look = 0
         self._look_at_ns = 0
         self._next_connection = 0
-        self._draining = False
-        self._drain_waiters: list[tuple[int, int]] = []  # request id, deadline
-        self._stop_deadline_ns: int | None = None
         self._epoll = select.epoll()
-        for source in (listener, channel, flash):
+        for source in (listener, flash):
             self._epoll.register(source.fileno(), select.EPOLLIN)
-        self._channel_writing = False
-        self._methods: dict[str, Callable[[dict[str, Any]], Message]] = {
+        methods: Methods = {
             "session_open": self._session_open,
             "session_namespace": self._session_namespace,
             "session_close": self._session_close,
             "status": self._status,
             "pauses": lambda _: self._times.report(),
         }
+        self._supervisor = SupervisorCalls(channel, engine, clock, self._epoll, methods)
 
     # ---------------------------------------------------------------- loop
 
@@ -171,8 +151,8 @@ class RegionServer:
                 times.mark(Cause.RECEIVE)
                 self._carry_out(now_ns)
                 rest = Cause.OUTPUT
-            if self._drain_waiters or self._channel.wants_write or self._channel_writing:
-                self._serve_channel()
+            if self._supervisor.busy:
+                self._supervisor.serve()
 
     def _hear(self) -> None:
         """What earlier turns left."""
@@ -191,14 +171,6 @@ class RegionServer:
         for fd, _ in ready:
             self._ready(fd)
 
-    def _serve_channel(self) -> None:
-        try:
-            if self._drain_waiters:
-                self._answer_drains()
-            self._watch_channel()
-        except ChannelClosedError:
-            self._supervisor_gone()
-
     @property
     def drained(self) -> bool:
         return self._engine.drained
@@ -211,9 +183,7 @@ class RegionServer:
         self._times.close()
 
     def _stopped(self) -> bool:
-        if self._stop_deadline_ns is None:
-            return False
-        return self._engine.drained or self._clock.monotonic_ns() >= self._stop_deadline_ns
+        return self._supervisor.stopped
 
     def _ready(self, fd: int) -> None:
         connection_id = self._peer_by_fd.get(fd)
@@ -228,8 +198,8 @@ class RegionServer:
             while (request := self._listener.accept()) is not None:
                 self._accept(request)
             self._times.mark(Cause.CONTROL)
-        elif fd == self._channel.fileno():
-            self._poll_channel()
+        elif fd == self._supervisor.fileno():
+            self._supervisor.receive()
             self._times.mark(Cause.CONTROL)
         elif fd == self._restoring.fileno():
             self._epoll.unregister(fd)
@@ -414,75 +384,9 @@ class RegionServer:
             _LOG.info(
                 "connection closed", extra={"peer": peer.name, "session": f"{peer.session_id:016x}", "reason": reason}
             )
-            self._tell("connection_lost", session_id=peer.session_id, reason=reason)
+            self._supervisor.tell("connection_lost", session_id=peer.session_id, reason=reason)
 
-    # ---------------------------------------------------------------- the supervisor's channel
-
-    def _tell(self, event: str, **fields: Any) -> None:
-        try:
-            self._channel.event(event, **fields)
-        except ChannelClosedError:
-            self._supervisor_gone()
-
-    def _supervisor_gone(self) -> None:
-        self._drain_waiters = []
-        if self._stop_deadline_ns is None:
-            _LOG.warning("the supervisor is gone; stopping")
-            self._stop()
-
-    def _poll_channel(self) -> None:
-        try:
-            for message in self._channel.recv():
-                self._answer(message)
-        except ChannelClosedError:
-            self._epoll.unregister(self._channel.fileno())
-            self._channel_writing = False
-            self._supervisor_gone()
-
-    def _answer(self, message: Message) -> None:
-        request_id, method, params = int(message["id"]), str(message["method"]), message.get("params", {})
-        if method == "drain":
-            self._draining = True
-            self._engine.drain()
-            deadline_ns = self._clock.monotonic_ns() + int(float(params["timeout_s"]) * NS_PER_S)
-            self._drain_waiters.append((request_id, deadline_ns))
-            return
-        if method == "stop":
-            self._channel.reply(request_id)
-            self._stop()
-            return
-        handler = self._methods.get(method)
-        try:
-            if handler is None:
-                raise UserError(f"a region worker has no method {method!r}")
-            self._channel.reply(request_id, handler(params))
-        except (UserError, ShimError) as error:
-            self._channel.reply_error(request_id, error)
-
-    def _stop(self) -> None:
-        self._engine.drain()
-        self._draining = True
-        self._stop_deadline_ns = self._clock.monotonic_ns() + int(STOP_DRAIN_S * NS_PER_S)
-
-    def _answer_drains(self) -> None:
-        now_ns = self._clock.monotonic_ns()
-        left = []
-        for request_id, deadline_ns in self._drain_waiters:
-            if self._engine.drained:
-                self._channel.reply(request_id)
-            elif now_ns >= deadline_ns:
-                self._channel.reply_error(request_id, DeadlineError("blocks are still on their way to flash"))
-            else:
-                left.append((request_id, deadline_ns))
-        self._drain_waiters = left
-
-    def _watch_channel(self) -> None:
-        wants = self._channel.wants_write
-        if wants != self._channel_writing:
-            self._channel_writing = wants
-            self._epoll.modify(self._channel.fileno(), select.EPOLLIN | (select.EPOLLOUT if wants else 0))
-        if wants:
-            self._channel.flush()
+    # ---------------------------------------------------------------- the supervisor's calls
 
     def _session_open(self, params: dict[str, Any]) -> Message:
         session_id = int(params["session_id"])
@@ -517,7 +421,7 @@ class RegionServer:
             "slots": facts.slots,
             "capacity_bytes": facts.capacity_bytes,
             "generation": facts.generation,
-            "state": "draining" if self._draining else "serving",
+            "state": "draining" if self._supervisor.draining else "serving",
             "address": self._listener.address,
         }
         return {"region": region, "stats": {stat.name: value for stat, value in self._engine.stats().items()}}

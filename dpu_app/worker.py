@@ -24,8 +24,8 @@ from dpu_app.busy_poll import BusyPoll, limit_of
 from dpu_app.config import RegionSettings, WorkerConfig
 from dpu_app.flash.open import create_flash_file, open_flash
 from dpu_app.garbage import GarbageCollection
-from dpu_app.peer import Peer
-from dpu_app.region_server import NS_PER_S, PeerLeases, RegionFacts, RegionServer
+from dpu_app.peer import Peer, PeerLeases
+from dpu_app.region_server import NS_PER_S, RegionFacts, RegionServer
 from dpu_app.regions import admission
 from dpu_app.regions.context import EngineSettings
 from dpu_app.regions.engine import RegionEngine

@@ -519,7 +519,55 @@ static PyObject *scatter(PyObject *self, PyObject *const *args, Py_ssize_t nargs
     Py_RETURN_NONE;
 }
 
+/* ---------------------------------------------------------------------------------------------------- places */
+
+/* pieces(buffers) -> (addresses, lengths, lowest address, end of the highest) of a list of writable buffers of bytes, in
+ * one piece each and none of them empty; u64 each. None for anything else in the list. */
+static PyObject *describe_pieces(PyObject *self, PyObject *buffers)
+{
+    (void)self;
+    if (!PyList_CheckExact(buffers) || PyList_GET_SIZE(buffers) == 0 || PyList_GET_SIZE(buffers) > BATCH_MAX)
+        Py_RETURN_NONE;
+    Py_ssize_t count = PyList_GET_SIZE(buffers);
+    PyObject *addresses = PyByteArray_FromStringAndSize(NULL, count * 8);
+    PyObject *lengths = PyByteArray_FromStringAndSize(NULL, count * 8);
+    uint64_t lowest = UINT64_MAX, end = 0;
+    int plain = addresses != NULL && lengths != NULL;
+    for (Py_ssize_t i = 0; plain && i < count; i++) {
+        Py_buffer view;
+        if (i >= PyList_GET_SIZE(buffers)) /* an item written in Python may change the list */
+            plain = 0;
+        if (!plain)
+            break;
+        PyObject *buffer = Py_NewRef(PyList_GET_ITEM(buffers, i));
+        plain = PyObject_GetBuffer(buffer, &view, PyBUF_WRITABLE | PyBUF_FORMAT | PyBUF_ND) == 0;
+        Py_DECREF(buffer);
+        if (!plain)
+            break;
+        uint64_t address = (uint64_t)(uintptr_t)view.buf, length = (uint64_t)view.len;
+        plain = view.itemsize == 1 && length > 0 && length <= UINT32_MAX &&
+                (view.format == NULL || (strchr("Bbc", view.format[0]) != NULL && view.format[1] == 0));
+        PyBuffer_Release(&view);
+        ((uint64_t *)PyByteArray_AS_STRING(addresses))[i] = address;
+        ((uint64_t *)PyByteArray_AS_STRING(lengths))[i] = length;
+        lowest = address < lowest ? address : lowest;
+        end = address + length > end ? address + length : end;
+    }
+    PyObject *result = NULL;
+    if (addresses != NULL && lengths != NULL) {
+        PyErr_Clear(); /* the general way says what is wrong with it */
+        if (plain)
+            result = Py_BuildValue("OOKK", addresses, lengths, (unsigned long long)lowest, (unsigned long long)end);
+        else
+            result = Py_NewRef(Py_None);
+    }
+    Py_XDECREF(addresses);
+    Py_XDECREF(lengths);
+    return result;
+}
+
 static PyMethodDef methods[] = {
+    {"pieces", describe_pieces, METH_O, "Where buffers are."},
     {"keys", (PyCFunction)(void (*)(void))plan_keys, METH_FASTCALL, "Entries of keys alone, by region."},
     {"blocks", (PyCFunction)(void (*)(void))plan_blocks, METH_FASTCALL, "Entries of blocks in memory, by region."},
     {"response", (PyCFunction)(void (*)(void))open_response, METH_FASTCALL, "The header of an answer."},

@@ -14,6 +14,7 @@ from host_agent.operation import Operation
 
 PAUSE_MAX: Final = 63
 """Waits of one kind that go straight to sleep, at most, before looking is tried again."""
+_SCORE_MAX: Final = 4
 
 
 class BusyPolling:
@@ -42,14 +43,21 @@ class BusyPolling:
 
 
 class _Kind:
-    """`left`: waits yet that do not look."""
+    """`left`: waits yet that do not look. A look in vain costs about twice what one that finds something saves."""
 
-    __slots__ = ("_pause", "left")
+    __slots__ = ("_pause", "_score", "left")
 
     def __init__(self) -> None:
         self.left = 0
         self._pause = 0
+        self._score = _SCORE_MAX
 
     def told(self, found: bool) -> None:
-        self._pause = 0 if found else min(2 * self._pause + 1, PAUSE_MAX)
+        if found:
+            self._score = min(self._score + 1, _SCORE_MAX)
+            self._pause >>= 1
+        else:
+            self._score = max(self._score - 2, -_SCORE_MAX)
+            if self._score < 0:
+                self._pause = min(2 * self._pause + 1, PAUSE_MAX)
         self.left = self._pause

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from common.errors import UserError
 from doca_shims.api import Memory
+from host_agent import native_batches
 from host_agent.buffers import Buffer, describe, view_of
 
 U64: TypeAlias = npt.NDArray[np.uint64]
@@ -217,6 +218,9 @@ class MemoryTable:
                 if memory.closed:
                     raise UserError("this memory has been closed")
             return places
+        plain = self._resolve_plain(places)
+        if plain is not None:
+            return plain
         addresses: list[int] = []
         lengths: list[int] = []
         which: list[int] = []
@@ -241,6 +245,19 @@ class MemoryTable:
             np.array(lengths, np.uint64),
             None if single else np.array(starts, np.intp),
         )
+
+    def _resolve_plain(self, places: Sequence[Any]) -> Spans | None:
+        """Buffers of bytes that all lie in one memory, in one pass of native code; None where it is another case, or
+        that is missing."""
+        module = native_batches.MODULE
+        made = module.pieces(places) if module is not None else None
+        if made is None:
+            return None
+        addresses, lengths, lowest, end = made
+        memory = self.find(lowest, end - lowest)
+        if memory is None:
+            return None
+        return Spans((memory,), None, np.frombuffer(addresses, np.uint64), np.frombuffer(lengths, np.uint64), None)
 
     def _resolve_piece(self, piece: Any) -> tuple[RegisteredMemory, Buffer]:
         if isinstance(piece, RegisteredMemory):

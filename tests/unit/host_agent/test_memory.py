@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from common.errors import UserError
+from host_agent import native_batches
 from host_agent.buffers import Buffer, describe, view_of
 from host_agent.memory import MemoryTable, RegisteredMemory, registered_buffer
 
@@ -214,3 +215,60 @@ def test_one_piece_by_two_numbers_keeps_within_the_memory() -> None:
     for offset, length in ((901, 100), (-1, 10), (0, 1001), (1001, 0), (0, -1), (0, 1 << 32)):
         with pytest.raises(UserError, match=r"outside|longer"):
             memory.spans(offset, length)
+
+
+def test_buffers_of_every_form_are_found_alike_with_and_without_native_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool: Any = np.zeros(4096, np.uint8)
+    words: Any = np.zeros(64, np.uint64)
+    other = bytearray(512)
+    table = MemoryTable()
+    registered = [_register(table, memory) for memory in (pool, other, words)]
+    view = memoryview(pool)
+    batches: list[Any] = [
+        [view[:100], view[300:400], view[100:200]],
+        [pool[:100], view[100:105], memoryview(pool.view(np.int8))[7:9]],
+        [view[:100], memoryview(other)[5:], words[:3]],
+        [other, other],
+        [view[0:0], view[5:6]],
+        [words],
+        [memoryview(words)[2:4]],
+        [[view[:10], view[20:30]], view[40:50]],
+        (view[:10], view[10:20]),
+        [registered[0], view[:10]],
+        [],
+    ]
+    for places in batches:
+        found = []
+        for module in (native_batches.MODULE, None):
+            monkeypatch.setattr(native_batches, "MODULE", module)
+            spans = table.resolve(places)
+            starts = None if spans.starts is None else spans.starts.tolist()
+            which = None if spans.which is None else spans.which.tolist()
+            found.append((spans.memories, which, spans.addresses.tolist(), spans.lengths.tolist(), starts))
+            monkeypatch.undo()
+        assert found[0] == found[1]
+
+
+def test_buffers_that_cannot_be_used_are_refused_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool: Any = np.zeros(4096, np.uint8)
+    table = MemoryTable()
+    memory = _register(table, pool)
+    read_only = pool[:10].view()
+    read_only.flags.writeable = False
+    released = memoryview(pool)[:4]
+    released.release()
+    stray = np.zeros(16, np.uint8)
+    for bad in (read_only, pool[::2], bytes(4), stray, "text", 7, None):
+        reasons = []
+        for module in (native_batches.MODULE, None):
+            monkeypatch.setattr(native_batches, "MODULE", module)
+            with pytest.raises(UserError) as refused:
+                table.resolve([pool[:4], bad])
+            reasons.append(str(refused.value))
+            monkeypatch.undo()
+        assert reasons[0] == reasons[1]
+    with pytest.raises(ValueError, match="released"):
+        table.resolve([released])
+    memory.close()
+    with pytest.raises(UserError, match="not registered"):
+        table.resolve([pool[:4], pool[4:8]])

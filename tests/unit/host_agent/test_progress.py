@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -109,13 +110,30 @@ def test_where_looking_does_not_pay_it_stops_but_is_tried_again(waiting: Waiting
 
 
 def test_once_it_pays_again_every_wait_looks(waiting: Waiting) -> None:
-    for _ in range(10):
+    for _ in range(100):
         waiting.wait(answers_at=1_000_000)
     while not waiting.wait(answers_at=3)[1].driven:
         pass
+    for _ in range(2 * PAUSE_MAX):
+        waiting.wait(answers_at=3)
     waiting.slept = 0
     assert all(waiting.wait(answers_at=3)[0] is Status.OK for _ in range(10))
     assert waiting.slept == 0
+
+
+@pytest.mark.parametrize(("pays", "least", "most"), [(0.5, 0.01, 0.1), (0.9, 0.95, 1.0)])
+def test_looking_goes_on_where_it_mostly_pays_and_not_where_it_pays_half_the_time(
+    waiting: Waiting, pays: float, least: float, most: float
+) -> None:
+    rng = random.Random(1)
+    operation = Operation(Op.LOOKUP, bytearray(8), 0)
+    looked = 0
+    for _ in range(10_000):
+        kind = waiting.busy.due(operation, 1)
+        if kind is not None:
+            looked += 1
+            kind.told(rng.random() < pays)
+    assert least <= looked / 10_000 <= most
 
 
 @pytest.mark.parametrize(("limit_s", "cores"), [(0.0, 2), (LIMIT_S, 1)])
@@ -154,7 +172,8 @@ def test_kinds_of_operations_are_told_apart(waiting: Waiting) -> None:
     quick = Operation(Op.LOOKUP, bytearray(8), 0)
     kind = waiting.busy.due(slow, 1)
     assert kind is not None
-    kind.told(False)
+    for _ in range(3):
+        kind.told(False)
     assert waiting.busy.due(slow, 1) is None
     assert waiting.busy.due(quick, 1) is not None
 
