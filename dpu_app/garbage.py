@@ -14,7 +14,7 @@ TICKS = 10
 """A collection in so many ticks at most: one a second."""
 NEW_OBJECTS = 1000
 """More of them than at the last collection: one is due."""
-IN_FLIGHT_MAX = 2000
+IN_FLIGHT_MAX = 250
 """With more blocks under way a collection waits, which would look at some ten objects of each."""
 LEAK_OBJECTS = 1 << 22
 """But no longer than until there are so many: what is under way does not explain them."""

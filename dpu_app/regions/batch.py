@@ -111,10 +111,17 @@ class Batch:
         self.resolve_all(self.open_entries() if self.remaining else [], rest)
         self.closed = True
         self._answer(self, self.encode())
+        self._forget()
 
     def abandon(self) -> None:
         """The requester is gone: no answer."""
         self.closed = True
+        self._forget()
+
+    def _forget(self) -> None:
+        """Objects by entry, which are most of a batch: `Deadlines` and what is still under way may keep it for long."""
+        self.__dict__.pop("rows", None)
+        self.memory = []
 
     def encode(self) -> bytes:
         return encode(self.op, self.capsule.request_id, self.results, flags=Flags.RESPONSE, aux=self.aux)

@@ -28,8 +28,8 @@ Key = tuple[int, int, int]
 """Namespace id, key_lo, key_hi."""
 
 
-BEGUN_MAX = 128
-"""Blocks of one batch that are given a slot and a frame in one turn, in a millisecond and a half if others must go."""
+BEGUN_MAX = 64
+"""Blocks of one batch that are given a slot and a frame in one turn, in a millisecond if others must go."""
 _HAS_CHECKSUM = int(EntryFlags.HAS_CHECKSUM)
 
 

@@ -109,3 +109,18 @@ def test_a_leak_is_collected_whatever_is_under_way(
     ticks(collection, TICKS, 1_000_000)
     assert collected == [2]
     del kept
+
+
+def test_a_request_that_was_answered_keeps_no_objects_by_entry() -> None:
+    """It may be kept itself, until its deadline; a collection would look at 512 rows of each."""
+    world = World(slots=200, frames=64)
+    keys = [key(i) for i in range(40)]
+    world.store(keys)
+    world.settle()
+    world.submit(Op.RETRIEVE, world.block_entries(keys, 100, 1))
+    world.settle()
+    world.submit(Op.STORE, world.block_entries([key(100)], SLOT_BYTES), flags=Flags.UNTIL_FLASH)
+    world.engine.disconnected(1)
+    kept = [batch for *_, batch in world.engine._deadlines._heap]
+    assert kept
+    assert all(batch.closed and "rows" not in vars(batch) and not batch.memory for batch in kept)
