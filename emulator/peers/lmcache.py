@@ -35,6 +35,9 @@ _WORKERS: Final = 8
 _CHUNK_TOKENS: Final = 16
 _QUIET: Final = {"LMCACHE_DISABLE_BANNER": "1", "LMCACHE_TRACK_USAGE": "false"}
 
+_ONE_THREAD: Final = {"OMP_NUM_THREADS": "1"}
+"""PyTorch copies with all cores otherwise, which takes several times the processor time here and is no faster."""
+
 
 def _resp(turn: Turn, _sizes: Sizes) -> dict[str, Any]:
     return {"client": "resp", "port": start_server(turn).port, "workers": _WORKERS}
@@ -69,8 +72,8 @@ PEERS: Final = (
         reach=SAME_HOST,
         adapter="lmcache_engine",
         start=_server,
-        settings="engine-driven transfer by shared memory, a chunk a block; a retrieve includes its look-up",
-        environment=_QUIET,
+        settings="engine-driven transfer by shared memory, a chunk a block; a retrieve includes its look-up; one thread",
+        environment={**_QUIET, **_ONE_THREAD},
         against=(ENTRESOL_SHM,),
     ),
     Peer(
