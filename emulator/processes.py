@@ -155,6 +155,23 @@ def end_all(first: Sequence[int], mark: str, patience_s: float) -> list[MarkedPr
     raise LowerLayerError("SIGKILL", 0, f"still running: {', '.join(str(process.pid) for process in left)}")
 
 
+def end_children(pids: Sequence[int], patience_s: float) -> None:
+    """End those of `pids` that are children of this process, mark or not: a program that writes its title over its
+    environment, as Redis does, wipes the mark out. Until it is reaped a child's pid is nobody else's."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        left = [pid for pid in pids if _is_running_child(pid)]
+        for pid in left:
+            os.kill(pid, number)
+        wait_for_end(left, patience_s)
+
+
+def _is_running_child(pid: int) -> bool:
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] == 0
+    except ChildProcessError:
+        return False
+
+
 def _describe(pid: int) -> MarkedProcess | None:
     try:
         command = (

@@ -120,6 +120,7 @@ class Turn:
     ) -> None:
         try:
             processes.end_all(self._started, self._mark, _END_PATIENCE_S)
+            processes.end_children(self._started, _END_PATIENCE_S)
         finally:
             self.stack.close()
 

@@ -7,6 +7,8 @@ import dataclasses
 import errno
 import os
 import shutil
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -219,6 +221,14 @@ def test_redis_by_the_raw_client(
     assert outcome.cells[STORE, SIZE, 4].failed == outcome.cells[RETRIEVE, SIZE, 4].failed == 0
     assert outcome.cells[STORE, SIZE, 4].server_cpu_s > 0
     assert outcome.cells[LOOKUP, 4096, 16].looked_up == 3 * 16
+
+
+def test_a_server_that_wipes_out_its_environment_is_ended_too(tmp_path: Path) -> None:
+    with Turn(Path(sys.executable), tmp_path, time.monotonic() + 60) as turn:
+        pid = turn.server(["env", "-i", sys.executable, "-c", "import time; print('up', flush=True); time.sleep(60)"])
+        while "up" not in turn.log_tail(pid):
+            time.sleep(0.02)
+    assert not Path(f"/proc/{pid}").exists()
 
 
 def test_names_of_peers_are_their_own() -> None:
