@@ -72,7 +72,7 @@ PEERS: Final = (
         reach=SAME_HOST,
         adapter="lmcache_engine",
         start=_server,
-        settings="engine-driven transfer by shared memory, a chunk a block; a retrieve includes its look-up; one thread",
+        settings="engine-driven transfer by shared memory, a chunk a block; a retrieve includes its look-up",
         environment={**_QUIET, **_ONE_THREAD},
         against=(ENTRESOL_SHM,),
     ),
