@@ -154,6 +154,7 @@ class MemfdMemory:
         self.page_bytes = page_bytes
         self.is_shared = True
         """False once part of it has been replaced by private pages: peers then must not map `fd` any more."""
+        self._fault_in()
 
     @property
     def view(self) -> memoryview:
@@ -168,19 +169,16 @@ class MemfdMemory:
         return self.address <= address and address + length_bytes <= self.address + self.length_bytes
 
     def hold(self) -> None:
-        """A region was registered on it. The first one faults its pages in, as registration pins them."""
+        """A region was registered on it."""
         with self._lock:
             if self._closed:
                 raise ShimError(errno.EFAULT, "ibv_reg_mr", "the memory is closed")
             self._registrations += 1
-            first = self._registrations == 1
-        if first:
-            self._fault_in()
 
     def _fault_in(self) -> None:
-        """Give every page its memory. Where the kernel can (6.1), small pages become huge ones, which are quicker to
-        fill (64 MiB here: 4 ms, not 38) and to copy to and from, whatever ``shmem_enabled`` says of transparent huge
-        pages; it wants something to be in each already."""
+        """Give every page its memory at once: when flash has pinned small pages they stay small. Where the kernel can
+        (6.1), small pages become huge ones, which are quicker to fill and to copy to and from, whatever
+        ``shmem_enabled`` says of transparent huge pages; it wants something to be in each already."""
         if self.page_bytes < HUGE_PAGE_BYTES <= self.mapped_bytes:
             for start in range(0, self.mapped_bytes - HUGE_PAGE_BYTES + 1, HUGE_PAGE_BYTES):
                 _madvise(self.address + start, SMALL_PAGE_BYTES, _MADV_POPULATE_WRITE)

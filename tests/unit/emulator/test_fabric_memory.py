@@ -6,6 +6,7 @@ import ctypes
 import errno
 import mmap
 import os
+from pathlib import Path
 
 import pytest
 
@@ -179,3 +180,13 @@ def test_a_large_mapping_that_cannot_be_made_leaves_nothing() -> None:
             [int(part, 16) for part in line.split()[0].split("-")] for line in maps if " ---p 00000000 00:00 0" in line
         ]
     assert 4 * HUGE_PAGE_BYTES not in [high - low for low, high in spans]
+
+
+def test_pages_are_there_from_the_start() -> None:
+    """Flash pins them before any agent registers them, and pinned small pages never become huge ones."""
+    memory = MemfdMemory(4 << 20, mmap.PAGESIZE)
+    maps = Path("/proc/self/smaps").read_text()
+    mine = maps[maps.index(f"{memory.address:x}-") :]
+    resident = next(line for line in mine.splitlines() if line.startswith("Rss:"))
+    assert int(resident.split()[1]) == 4096
+    memory.close()
