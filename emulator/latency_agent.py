@@ -23,8 +23,8 @@ import numpy as np
 from common import log
 from common.config import load_file
 from common.errors import EntresolError
-from common.identity import UNKNOWN, NamespaceRecord
 from common.status import Status
+from host_agent.bench.namespace import bench_record
 from host_agent.block_pattern import BlockPattern
 from host_agent.client import Client
 from host_agent.config import AgentSettings
@@ -40,32 +40,6 @@ _JITTER_SLEEP_S: Final = 0.001
 _TTL_S: Final = 2
 _KEPT_BATCHES: Final = 32
 _BUSY_PAUSE_S: Final = 0.002
-
-
-def record(tenant: str, salt: str) -> NamespaceRecord:
-    """A namespace of this run alone."""
-    return NamespaceRecord(
-        tenant=tenant,
-        salt=salt.encode(),
-        model_id="entresol-latency",
-        weights_revision="",
-        lora_id="",
-        lora_revision="",
-        kv_dtype=UNKNOWN,
-        quantisation="",
-        layout="entresol-pattern",
-        page_tokens=UNKNOWN,
-        block_tokens=UNKNOWN,
-        layers=UNKNOWN,
-        kv_heads=UNKNOWN,
-        head_size=UNKNOWN,
-        tp_rank=0,
-        tp_size=1,
-        pp_rank=0,
-        pp_size=1,
-        cp_rank=0,
-        cp_size=1,
-    )
 
 
 class Timetable:
@@ -108,7 +82,7 @@ class Probe:
 
     def __init__(self, client: Client, tenant: str, salt: str, block_bytes: int) -> None:
         self._client = client
-        self._namespace = client.namespace(record(tenant, salt), block_bytes)
+        self._namespace = client.namespace(bench_record(tenant, salt.encode()), block_bytes)
         self._pattern = BlockPattern(PROBE_BLOCK_BYTES)
         self._memory = client.allocate(PROBE_BLOCK_BYTES)
         self._keys = [
@@ -165,7 +139,7 @@ class Storer:
 
     def __init__(self, client: Client, tenant: str, salt: str, block_bytes: int, batch: int) -> None:
         self._client = client
-        self._namespace = client.namespace(record(tenant, salt), block_bytes)
+        self._namespace = client.namespace(bench_record(tenant, salt.encode()), block_bytes)
         self._memory = client.allocate(block_bytes * batch)
         self._memory.array(np.uint64)[:] = np.random.default_rng(1).integers(0, 1 << 63, self._memory.view.nbytes // 8)
         self._places = self._memory.spans([i * block_bytes for i in range(batch)], block_bytes)

@@ -27,9 +27,9 @@ import numpy as np
 from common import log
 from common.config import load_file
 from common.errors import EntresolError, UnavailableError
-from common.identity import UNKNOWN, NamespaceRecord
 from common.status import Status
 from emulator.scale.settings import OPERATIONS, Load
+from host_agent.bench.namespace import bench_record
 from host_agent.block_pattern import BlockPattern
 from host_agent.client import Client
 from host_agent.config import AgentSettings
@@ -56,7 +56,9 @@ class LoadRunner:
         self.load = load
         self._client = client
         self._random = random.Random(seed)
-        self._namespace = client.namespace(bench_record(tenant, seed), load.block_bytes)
+        self._namespace = client.namespace(
+            bench_record(tenant, secrets.token_bytes(12) + seed.to_bytes(4, "little")), load.block_bytes
+        )
         self._pattern = BlockPattern(load.block_bytes)
         self._source = client.allocate((load.working_batches + 1) * load.batch_bytes)
         self._destination = client.allocate(load.batch_bytes)
@@ -207,32 +209,6 @@ def run_phase(runner: LoadRunner, start_ns: int, end_ns: int) -> dict[str, Any]:
 
 def _fresh_keys(count: int) -> list[bytes]:
     return [os.urandom(_KEY_BYTES) for _ in range(count)]
-
-
-def bench_record(tenant: str, seed: int) -> NamespaceRecord:
-    """A namespace of this process alone."""
-    return NamespaceRecord(
-        tenant=tenant,
-        salt=secrets.token_bytes(12) + seed.to_bytes(4, "little"),
-        model_id="entresol-bench-scale",
-        weights_revision="",
-        lora_id="",
-        lora_revision="",
-        kv_dtype=UNKNOWN,
-        quantisation="",
-        layout="entresol-pattern",
-        page_tokens=UNKNOWN,
-        block_tokens=UNKNOWN,
-        layers=UNKNOWN,
-        kv_heads=UNKNOWN,
-        head_size=UNKNOWN,
-        tp_rank=0,
-        tp_size=1,
-        pp_rank=0,
-        pp_size=1,
-        cp_rank=0,
-        cp_size=1,
-    )
 
 
 def plan(pods: Mapping[str, Path], loads: tuple[Load, ...]) -> str:

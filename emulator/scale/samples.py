@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -22,9 +23,9 @@ import xxhash
 
 from common.errors import LowerLayerError, UnavailableError
 from common.wire import StatId
-from emulator.scale.agent import bench_record
 from emulator.scale.settings import SampleGrid
 from host_agent.bench.cpu_time import DPU, CpuMeter
+from host_agent.bench.namespace import bench_record
 from host_agent.block_pattern import BlockPattern
 from host_agent.client import Client
 from host_agent.memory import RegisteredMemory, Spans
@@ -79,7 +80,7 @@ class _Sampler:
         """Seconds in user space and in the kernel, by operation."""
         self._grid = grid
         largest = max(grid.block_bytes)
-        self._namespace = client.namespace(bench_record(tenant, 0), largest)
+        self._namespace = client.namespace(bench_record(tenant, secrets.token_bytes(16)), largest)
         self._pattern = BlockPattern(largest)
         self._idle = 0.0
         self._wrong: list[str] = []

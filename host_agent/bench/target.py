@@ -15,12 +15,12 @@ from typing import Any, Final
 import numpy as np
 
 from common.errors import UnavailableError, UserError
-from common.identity import UNKNOWN, NamespaceRecord
 from common.status import BlockState, Status
 from common.units import format_size
 from common.wire import StatId
 from host_agent.bench.cpu_time import CpuMeter
 from host_agent.bench.measurements import Sample
+from host_agent.bench.namespace import bench_record
 from host_agent.bench.settings import CALL_TIMEOUT_S
 from host_agent.block_pattern import BlockPattern
 from host_agent.client import Client
@@ -48,7 +48,9 @@ class Target:
     def __init__(self, name: str, client: Client, block_bytes_max: int, dpu_pids: Sequence[int] = ()) -> None:
         self.name = name
         self.client = client
-        self.namespace = client.namespace(_bench_record(client.settings.tenant), block_bytes_max)
+        self.namespace = client.namespace(
+            bench_record(client.settings.tenant, secrets.token_bytes(16)), block_bytes_max
+        )
         self.cpu = CpuMeter.of_pod(dpu_pids)
         self.wrong: list[str] = []
         """Blocks that came back with other bytes than were stored, in words."""
@@ -179,29 +181,3 @@ def require_sizes(target: Target, sizes: Sequence[int]) -> tuple[int, ...]:
 def fresh_keys(count: int) -> list[bytes]:
     """Keys that no run has used."""
     return [os.urandom(KEY_BYTES) for _ in range(count)]
-
-
-def _bench_record(tenant: str) -> NamespaceRecord:
-    """A namespace of this run alone."""
-    return NamespaceRecord(
-        tenant=tenant,
-        salt=secrets.token_bytes(16),
-        model_id="entresol-bench",
-        weights_revision="",
-        lora_id="",
-        lora_revision="",
-        kv_dtype=UNKNOWN,
-        quantisation="",
-        layout="entresol-pattern",
-        page_tokens=UNKNOWN,
-        block_tokens=UNKNOWN,
-        layers=UNKNOWN,
-        kv_heads=UNKNOWN,
-        head_size=UNKNOWN,
-        tp_rank=0,
-        tp_size=1,
-        pp_rank=0,
-        pp_size=1,
-        cp_rank=0,
-        cp_size=1,
-    )
