@@ -19,7 +19,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from common import config, units
+from common import config
 from common.errors import EntresolError, UserError
 from emulator import latency_report
 from emulator.compare import REGION_SLOTS, compare
@@ -38,24 +38,10 @@ from emulator.trace import TraceRecord
 from host_agent.bench.environment import read_environment
 from host_agent.bench.options import bench_options, bench_settings
 from host_agent.bench.report import print_report, write_report
+from host_agent.cli_options import SIZE
 from host_agent.session import client_version
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-
-class _Size(click.ParamType):  # type: ignore[type-arg]
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
-        try:
-            return units.parse_size(value)
-        except units.UnitError as error:
-            self.fail(str(error), param, ctx)
-
-
-SIZE = _Size()
 
 
 class _Group(click.Group):

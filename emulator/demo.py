@@ -8,28 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
-import os
 import selectors
-import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import Any, Final
 
-from common.errors import InternalError, UnavailableError, UserError
+from common.errors import UnavailableError, UserError
 from common.identity import UNKNOWN
 from common.models import model_geometry
 from dpu_app.config import BLOCK_BYTES
 from emulator.demo_report import DemoReport, RequestOutcome
+from emulator.json_process import JsonProcess
 from emulator.pod import Pod
 from emulator.pod_settings import PodSettings
 from emulator.pod_status import dpu_status
-from emulator.processes import MARK_VARIABLE
 from emulator.trace import TraceRecord, read_trace, select_conversations
 from emulator.workload import BlockShape, WorkloadGenerator, WorkloadSettings
 from host_agent.config import NamespaceSettings
@@ -115,7 +111,7 @@ def run_demo(
     )
     before = pod_counters(pod)
     with contextlib.ExitStack() as stack:
-        nodes = [stack.enter_context(_Node(pod, settings, number)) for number in range(settings.agents)]
+        nodes = [stack.enter_context(_node(pod, settings, number)) for number in range(settings.agents)]
         started_s = time.monotonic()
         for outcome in _replay(nodes, records):
             report.add(outcome)
@@ -146,61 +142,25 @@ def _wait_flushed(pod: Pod) -> None:
         time.sleep(_FLUSH_POLL_S)
 
 
-class _Node:
-    """One agent process. A context manager: the process has ended when it exits."""
-
-    def __init__(self, pod: Pod, settings: DemoSettings, number: int) -> None:
-        self.name = f"gpu-node-{number}"
-        command = [sys.executable, "-m", "emulator.replay", "--config", str(pod.state.agent_config)]
-        command += ["--name", self.name, "--model", settings.model, "--tp-size", str(settings.tp_size)]
-        command += ["--block-tokens", str(settings.block_tokens), "--batch-blocks", str(settings.batch_blocks)]
-        command += ["--scatter"] if settings.scatter else []
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for the demo, which ends its nodes
-            env={**os.environ, MARK_VARIABLE: pod.state.mark},
-        )
-        self._buffer = b""
-
-    @property
-    def output(self) -> IO[bytes]:
-        return _pipe(self._process.stdout)
-
-    def send(self, record: TraceRecord) -> None:
-        line = json.dumps(record._asdict()) + "\n"
-        try:
-            os.write(_pipe(self._process.stdin).fileno(), line.encode())
-        except BrokenPipeError as error:
-            raise UnavailableError(f"{self.name} has ended (its errors are above)") from error
-
-    def receive(self) -> list[Any]:
-        """What the node has said since, to be called when `output` is readable. Raises UnavailableError at its end."""
-        data = os.read(self.output.fileno(), 1 << 20)
-        if not data:
-            code = self._process.wait()
-            raise UnavailableError(f"{self.name} ended with exit code {code} (its errors are above)")
-        *lines, self._buffer = (self._buffer + data).split(b"\n")
-        return [json.loads(line) for line in lines]
-
-    def __enter__(self) -> _Node:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_exception: object) -> None:
-        if kind is not None:  # else it ends by itself, at the end of its input
-            self._process.terminate()
-        with contextlib.suppress(BrokenPipeError):
-            _pipe(self._process.stdin).close()
-        try:
-            self._process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self.output.close()
+@contextlib.contextmanager
+def _node(pod: Pod, settings: DemoSettings, number: int) -> Iterator[JsonProcess]:
+    """One agent process, which has ended on exit."""
+    name = f"gpu-node-{number}"
+    arguments = ["--config", str(pod.state.agent_config), "--name", name]
+    arguments += ["--model", settings.model, "--tp-size", str(settings.tp_size)]
+    arguments += ["--block-tokens", str(settings.block_tokens), "--batch-blocks", str(settings.batch_blocks)]
+    arguments += ["--scatter"] if settings.scatter else []
+    node = JsonProcess(name, "emulator.replay", arguments, pod.state.mark)
+    try:
+        yield node
+    except BaseException:
+        node.ask_to_end(now=True)
+        raise
+    finally:
+        node.close()
 
 
-def _replay(nodes: Sequence[_Node], records: Sequence[TraceRecord]) -> Iterator[RequestOutcome]:
+def _replay(nodes: Sequence[JsonProcess], records: Sequence[TraceRecord]) -> Iterator[RequestOutcome]:
     """Hand out requests in their order, the next one to whichever node is free. A node's first line says that it
     has connected."""
     waiting = deque(records)
@@ -214,17 +174,11 @@ def _replay(nodes: Sequence[_Node], records: Sequence[TraceRecord]) -> Iterator[
                 names = ", ".join(sorted(node.name for node in busy))
                 raise UnavailableError(f"no answer from {names} for {_REQUEST_TIMEOUT_S:g} s")
             for key, _mask in events:
-                free: _Node = key.data
-                for message in free.receive():
+                free: JsonProcess = key.data
+                for message in free.heard():
                     if "ready" not in message:
                         yield RequestOutcome(**message)
                     if waiting:
-                        free.send(waiting.popleft())
+                        free.tell(waiting.popleft()._asdict())
                     else:
                         busy.discard(free)
-
-
-def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
-    if pipe is None:
-        raise InternalError("the process was started without this pipe")
-    return pipe

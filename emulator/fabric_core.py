@@ -25,7 +25,6 @@ from doca_shims.api import (
     RecvRequest,
     SendFlags,
     SendRequest,
-    Sge,
     ShimError,
     WcStatus,
 )
@@ -167,16 +166,6 @@ class Domain:
         self._closed = True
         self._release()
         self.device.forget(self)
-
-    def check_local(self, sges: Sequence[Sge], writable: bool) -> bool:
-        """Whether every element lies in a region of this domain (that may be written, where asked)."""
-        for address, length, lkey in sges:
-            region = self.by_lkey.get(lkey)
-            if region is None or address < region.address or length < 0 or address + length > region.end:
-                return False
-            if writable and not region.can_write:
-                return False
-        return True
 
     def _publish(self, region: Region) -> None:
         """Let peers see the region; called under `lock`."""

@@ -10,11 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import secrets
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -24,20 +21,24 @@ from typing import Any, Final
 
 import numpy as np
 
-from common.errors import InternalError
+from common.errors import InternalError, UnavailableError
 from common.wire import StatId
 from dpu_app.control_client import ControlClient
 from dpu_app.pause_report import pause_values
 from dpu_app.turn_times import BOUNDS_NS
+from emulator.json_process import JsonProcess
 from emulator.pod import Pod
 from emulator.pod_settings import PodSettings
-from emulator.processes import MARK_VARIABLE
 from host_agent.bench.environment import read_environment
 
 QUANTILES: Final = (50, 90, 99, 99.9, 99.99)
 PHASES: Final = ("idle", "load")
 _CALL_TIMEOUT_S: Final = 10.0
-_END_TIMEOUT_S: Final = 20.0
+_FILL_TIMEOUT_S: Final = 120.0
+_FILL_POLL_S: Final = 0.02
+_STOP_TIMEOUT_S: Final = 60.0
+_SLOWDOWN_MAX: Final = 4
+"""A phase that takes so many times its length is given up: the pod does not keep up with the probe's rate."""
 _COUNTED: Final = ("EVICTIONS", "EXPIRED", "DELETES", "FLASH_WRITE_BYTES", "TABLE_WRITE_BYTES", "FLASH_READ_BYTES")
 
 
@@ -169,48 +170,6 @@ def _length(pause: dict[str, Any]) -> int:
     return int(pause["duration_ns"]) - int(pause["waited_ns"])
 
 
-class _Child:
-    """One process of `emulator.latency_agent`."""
-
-    def __init__(self, pod: Pod, role: str, *options: str) -> None:
-        command = [sys.executable, "-m", "emulator.latency_agent", role, *options]
-        environment = {**os.environ, MARK_VARIABLE: pod.state.mark}
-        self._role = role
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
-        self.answer()
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def order(self, **values: Any) -> None:
-        if self._process.stdin is None:
-            raise InternalError(f"the {self._role} process has no input")
-        self._process.stdin.write(json.dumps(values) + "\n")
-        self._process.stdin.flush()
-
-    def answer(self) -> dict[str, Any]:
-        """Waits for it. Raises InternalError where the process ended or failed instead."""
-        line = self._process.stdout.readline() if self._process.stdout is not None else ""
-        values: dict[str, Any] = json.loads(line) if line else {"error": "it ended"}
-        if "error" in values:
-            raise InternalError(f"the {self._role} process of the benchmark failed: {values['error']}")
-        return values
-
-    def close(self) -> None:
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
-        try:
-            self._process.wait(_END_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-
 class _Run:
     """A pod with its processes. What it starts is ended by `stack`."""
 
@@ -219,20 +178,26 @@ class _Run:
         self._control = stack.enter_context(ControlClient(pod.state.dpus[0].control, _CALL_TIMEOUT_S))
         agent = ["--config", str(pod.state.agent_config), "--salt", secrets.token_hex(8)]
         agent += ["--block-bytes", str(latency.block_bytes)]
-        self._children: dict[str, _Child] = {}
+        self._children: dict[str, JsonProcess] = {}
         for role, options in (
             ("probe", agent),
             ("store", [*agent, "--batch", str(latency.batch)]),
             ("watch", []),
         ):
-            child = self._children[role] = _Child(pod, role, *options)
+            child = self._children[role] = JsonProcess(
+                f"the {role} process", "emulator.latency_agent", [role, *options], pod.state.mark
+            )
             stack.callback(child.close)
+            _answer(child, _CALL_TIMEOUT_S)
 
     def fill(self) -> None:
         """Until the region has evicted something: from then on every store does."""
+        deadline_s = time.monotonic() + _FILL_TIMEOUT_S
         with self._running("store"):
             while not self._statistics()["EVICTIONS"]:
-                pass
+                if time.monotonic() > deadline_s:
+                    raise UnavailableError(f"the region evicted nothing in {_FILL_TIMEOUT_S:g} s of stores")
+                time.sleep(_FILL_POLL_S)
 
     def phase(self, phase: str) -> dict[str, Any]:
         requests, rate_per_s = self._latency.of_phase(phase)
@@ -241,8 +206,8 @@ class _Run:
             watched = stack.enter_context(self._running("watch"))
             before = self._snapshot()
             probe = self._children["probe"]
-            probe.order(requests=requests, rate_per_s=rate_per_s)
-            answers = probe.answer()
+            probe.tell({"requests": requests, "rate_per_s": rate_per_s})
+            answers = _answer(probe, _SLOWDOWN_MAX * requests / rate_per_s + _CALL_TIMEOUT_S)
             after = self._snapshot()
         return {
             "requests": answers,
@@ -257,12 +222,12 @@ class _Run:
         """A child is at work meanwhile; its answer is in the list afterwards."""
         child = self._children[role]
         answers: list[dict[str, Any]] = []
-        child.order()
+        child.tell({})
         try:
             yield answers
         finally:
-            child.order(stop=True)
-            answers.append(child.answer())
+            child.tell({"stop": True})
+            answers.append(_answer(child, _STOP_TIMEOUT_S))
 
     def _statistics(self) -> dict[str, int]:
         [region] = self._control.status().regions
@@ -278,6 +243,14 @@ class _Run:
             "steal_ticks": _steal_ticks(),
             "at_ns": time.monotonic_ns(),
         }
+
+
+def _answer(child: JsonProcess, timeout_s: float) -> dict[str, Any]:
+    """Raises UnavailableError where it has ended or says nothing for so long; InternalError where it failed."""
+    values: dict[str, Any] = child.hear(timeout_s)
+    if "error" in values:
+        raise InternalError(f"{child.name} of the benchmark failed: {values['error']}")
+    return values
 
 
 def pause_difference(before: dict[str, Any], after: dict[str, Any], elapsed_ns: int) -> dict[str, Any]:

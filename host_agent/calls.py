@@ -87,19 +87,7 @@ class Calls:
         operation = self._core.operation(Op.STORE, len(pairs), timeout_s)
         sendable = _refuse(operation, batch.refusals(spans, 0, destination=False))
         seal, most = _sealed(operation, spans, verify)
-        dispatch.submit(
-            self._core,
-            operation,
-            namespace,
-            slot_class,
-            pairs,
-            entries,
-            sendable,
-            spans,
-            wire_flags,
-            capsule_blocks=most,
-            seal=seal,
-        )
+        self._submit(operation, namespace, pairs, entries, sendable, spans, wire_flags, capsule_blocks=most, seal=seal)
         return _results(operation)
 
     def start_retrieve(
@@ -145,18 +133,7 @@ class Calls:
         compared = _compared(operation, spans, verify)
         wanted = 0 if whole else spans.block_bytes
         entries = batch.block_entries(pairs, spans, wanted, _wire_offset(offset), 0, flags)
-        dispatch.submit(
-            self._core,
-            operation,
-            namespace,
-            slot_class,
-            pairs,
-            entries,
-            sendable,
-            spans,
-            Flags.NONE,
-            capsule_blocks=most,
-        )
+        self._submit(operation, namespace, pairs, entries, sendable, spans, Flags.NONE, capsule_blocks=most)
         return _results(operation, compared)
 
     def start_prefetch(
@@ -204,9 +181,13 @@ class Calls:
         sendable: npt.NDArray[np.intp] | None,
         spans: Spans | None,
         flags: Flags,
+        **cut: Any,
     ) -> list[dispatch.Share]:
+        """`cut`: of `dispatch.submit`."""
         slot_class = self._core.slot_class(namespace)
-        return dispatch.submit(self._core, operation, namespace, slot_class, pairs, entries, sendable, spans, flags)
+        return dispatch.submit(
+            self._core, operation, namespace, slot_class, pairs, entries, sendable, spans, flags, **cut
+        )
 
     def _start_keys(
         self, op: Op, namespace: Namespace, keys: Keys, argument: int, timeout_s: float | None
@@ -229,9 +210,7 @@ class Calls:
         pairs = batch.key_pairs(keys)
         operation = self._core.operation(op, len(pairs), timeout_s)
         entries = batch.key_entries(pairs, argument)
-        return operation, dispatch.submit(
-            self._core, operation, namespace, slot_class, pairs, entries, None, None, Flags.NONE
-        )
+        return operation, self._submit(operation, namespace, pairs, entries, None, None, Flags.NONE)
 
 
 def _refuse(operation: Operation, statuses: npt.NDArray[np.uint8]) -> npt.NDArray[np.intp] | None:

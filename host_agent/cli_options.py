@@ -33,9 +33,9 @@ LOWER_LAYER = 4
 
 
 class Quantity(click.ParamType):  # type: ignore[type-arg]  # generic in newer releases of click only
-    """A size or duration with its unit."""
+    """A size or duration with its unit, or several: what `parse` makes of it, which raises UserError."""
 
-    def __init__(self, name: str, parse: Callable[[str], float]) -> None:
+    def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
         self.name = name
         self._parse = parse
 

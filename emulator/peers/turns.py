@@ -14,7 +14,6 @@ import select
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -222,7 +221,7 @@ def _close_pipes(process: subprocess.Popen[bytes]) -> None:
         if pipe is not None:
             with contextlib.suppress(OSError):
                 pipe.close()
-    process.wait()
+    process.wait(_END_PATIENCE_S)  # it was ended before
 
 
 def _listens(where: int | Path) -> bool:
@@ -235,6 +234,3 @@ def _listens(where: int | Path) -> bool:
         except OSError:
             return False
         return True
-
-
-OWN_PYTHON: Final = Path(sys.executable)

@@ -25,21 +25,22 @@ from emulator.scale.report import load_report, print_report, with_head, write_re
 from emulator.scale.run import run_scale, scale_run_dir
 from emulator.scale.settings import ScaleSettings
 from host_agent.bench.environment import read_environment
+from host_agent.cli_options import Quantity
 
 
-class _Counts(click.ParamType):  # type: ignore[type-arg]
-    name = "numbers"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        if isinstance(value, tuple):
-            return value
-        try:
-            return tuple(int(part) for part in value.split(","))
-        except ValueError:
-            self.fail(f"{value!r} is not numbers with commas between, such as 1,2,4,8", param, ctx)
+def _counts(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise UserError(f"{text!r} is not numbers with commas between, such as 1,2,4,8") from None
 
 
-COUNTS = _Counts()
+def _sizes(text: str) -> tuple[int, ...]:
+    return tuple(units.parse_size(part) for part in text.split(","))
+
+
+COUNTS = Quantity("numbers", _counts)
+SIZES = Quantity("sizes", _sizes)
 
 
 def _out_option(files: str) -> Callable[..., Any]:
@@ -133,18 +134,6 @@ def bench_large(
         print_large(document, Console())
 
 
-class _Sizes(click.ParamType):  # type: ignore[type-arg]
-    name = "sizes"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        if isinstance(value, tuple):
-            return value
-        try:
-            return tuple(units.parse_size(part) for part in value.split(","))
-        except units.UnitError as error:
-            self.fail(str(error), param, ctx)
-
-
 def assumption_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """An option for each of `Assumptions`."""
     for item in reversed(dataclasses.fields(Assumptions)):
@@ -162,7 +151,7 @@ def assumption_options(function: Callable[..., Any]) -> Callable[..., Any]:
     required=True,
     help="scale.json of bench-scale; several are fitted together.",
 )
-@click.option("--block", "block_bytes", type=_Sizes(), default=BLOCK_BYTES, help="Sizes, such as 64KiB,1MiB.")
+@click.option("--block", "block_bytes", type=SIZES, default=BLOCK_BYTES, help="Sizes, such as 64KiB,1MiB.")
 @click.option("--batch", "batches", type=COUNTS, default=BATCHES, help="Blocks a capsule, such as 1,16,128.")
 @assumption_options
 @click.option("--json", "as_json", is_flag=True, help="For scripts.")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -123,9 +123,3 @@ def percentiles(calls_us: Sequence[float]) -> dict[str, float]:
         "max": max(calls_us),
         "calls": len(calls_us),
     }
-
-
-def median_of(figures: Mapping[str, Any]) -> float | None:
-    """The median that `spread` found, None where nothing was measured."""
-    value = figures.get("median")
-    return None if value is None else float(value)
