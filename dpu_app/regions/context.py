@@ -98,14 +98,9 @@ class Outbox:
     """Connections to close: a transfer failed."""
 
     @property
-    def moved(self) -> int:
-        """Bytes that `fabric` will move."""
-        return sum(posting.moved for posting in self.fabric)
-
-    @property
     def full(self) -> bool:
         """As much is to be moved as in one turn: what else there is to do waits for the next."""
-        return self.moved >= TURN_MOVED_MAX
+        return sum(posting.moved for posting in self.fabric) >= TURN_MOVED_MAX
 
     @property
     def empty(self) -> bool:
